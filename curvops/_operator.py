@@ -1,0 +1,310 @@
+"""The contract of an operator: products in torch, numpy at one door, and an algebra that stays in torch."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from functools import reduce
+from math import prod
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from scipy.sparse import issparse
+from scipy.sparse.linalg import LinearOperator as ScipyLinearOperator
+from scipy.sparse.linalg import aslinearoperator
+from torch import Tensor
+
+from curvops._forms import NUMPY_DTYPE, Shapes, Space, checked_names, is_torch, join, read, split, write
+from curvops._scalars import is_scalar, real_scalar, wide
+
+#: Unit vectors multiplied at once by the queries that need columns.
+_CHUNK = 512
+
+
+class LinearOperator(ScipyLinearOperator, ABC):
+    """A scipy linear operator whose products run in torch.
+
+    Subclasses implement :meth:`_apply` and, unless ``symmetric``, :meth:`_adjoint`. ``op @ x`` accepts numpy arrays,
+    flat tensors (``[D]``, ``[D, K]``), lists and dicts of blocks (``[*shape]``, or ``[*shape, K]`` in all of them), and
+    answers in the same form. In ``x @ op``, the product with the adjoint, several vectors lead (``[K, D]``).
+
+    Args:
+        domain: Shapes of the blocks the operator accepts.
+        range_: Shapes of the blocks it returns.
+        dtype: Torch dtype of the vectors.
+        device: Device of the vectors.
+        symmetric: Whether the operator is its own adjoint.
+        domain_names: Names of the blocks in the dict form.
+        range_names: Likewise for the answer.
+    """
+
+    def __init__(
+        self,
+        domain: Shapes,
+        range_: Shapes,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        symmetric: bool = False,
+        domain_names: tuple[str, ...] | None = None,
+        range_names: tuple[str, ...] | None = None,
+    ):
+        if dtype not in NUMPY_DTYPE:
+            raise TypeError(f"Got dtype {dtype}, expected one of {list(NUMPY_DTYPE)}.")
+        self.domain = tuple(tuple(map(int, s)) for s in domain)
+        self.range = tuple(tuple(map(int, s)) for s in range_)
+        if symmetric and self.domain != self.range:
+            raise ValueError(f"A symmetric operator maps to its domain, got {self.domain} and {self.range}.")
+        if symmetric and range_names is None:
+            range_names = domain_names
+        self.symmetric = symmetric
+        self.torch_dtype = dtype
+        self.device = torch.empty(0, dtype=dtype, device=device).device  # "cuda" becomes "cuda:0", as tensors say it
+        self.domain_names = checked_names(domain_names, self.domain)
+        self.range_names = checked_names(range_names, self.range)
+        shape = sum(map(prod, self.range)), sum(map(prod, self.domain))
+        super().__init__(np.dtype(NUMPY_DTYPE[dtype]), shape)  # dtype None would cost scipy a probing product
+
+    @abstractmethod
+    def _apply(self, V: list[Tensor]) -> list[Tensor]:
+        """Map K vectors at once: blocks ``[K, *domain[i]]`` to blocks ``[K, *range[i]]``."""
+
+    def _adjoint(self) -> LinearOperator:
+        if self.symmetric:
+            return self
+        raise NotImplementedError(f"{type(self).__name__} does not define its adjoint; implement `_adjoint`.")
+
+    def _transpose(self) -> LinearOperator:
+        return self._adjoint()  # operators are real
+
+    def __repr__(self) -> str:
+        return f"<{self.shape[0]}x{self.shape[1]} {type(self).__name__}, {self.torch_dtype} on {self.device}>"
+
+    # Products ---------------------------------------------------------------------------------------------------------
+
+    def _matmat(self, X: np.ndarray) -> np.ndarray:
+        """Multiply a numpy matrix: the one place where vectors leave torch."""
+        if issparse(X):
+            raise TypeError("Products with sparse matrices are dense; pass `X.toarray()`.")
+        if np.iscomplexobj(X):
+            return self._matmat(X.real) + 1j * self._matmat(X.imag)
+        rows = torch.from_numpy(np.array(X.T, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
+        return self._rows(rows).detach().to("cpu", wide(self.torch_dtype)).numpy().T
+
+    def _rows(self, V: Tensor) -> Tensor:
+        """Map the rows of ``V [K, N]`` to rows ``[K, M]``."""
+        return join(self._apply(split(V, self.domain)))
+
+    def _product(self, x: Any, leading: bool = False) -> Any:
+        V, form = read(x, Space(self.domain, self.domain_names, self.torch_dtype, self.device), leading)
+        return write(self._apply(V), form, self.range_names, leading)
+
+    def matvec(self, x: Any) -> Any:
+        """Multiply a vector of any form."""
+        return self._product(x) if is_torch(x) else super().matvec(x)
+
+    def matmat(self, X: Any) -> Any:
+        """Multiply a matrix: vectors of any form, with trailing columns."""
+        return self._product(X) if is_torch(X) else super().matmat(X)
+
+    def rmatvec(self, x: Any) -> Any:
+        """Multiply a vector of any form by the adjoint."""
+        return self._adjoint().matvec(x)
+
+    def rmatmat(self, X: Any) -> Any:
+        """Multiply a matrix by the adjoint; columns trail."""
+        return self._adjoint().matmat(X)
+
+    def dot(self, x: Any) -> Any:
+        """Multiply by a scalar, an operator, or a vector (numpy's word for ``*`` and ``@``)."""
+        return self * x if is_scalar(x) else self @ x
+
+    def __matmul__(self, x: Any) -> Any:
+        if isinstance(x, LinearOperator):
+            return self._compose(x)
+        if is_scalar(x):
+            raise ValueError("Multiply by a scalar with *, not @.")
+        # Not scipy's __matmul__: it would come back here through dot.
+        return self._product(x) if is_torch(x) else super().dot(x)
+
+    def __rmatmul__(self, x: Any) -> Any:
+        if is_scalar(x):
+            raise ValueError("Multiply by a scalar with *, not @.")
+        return self._adjoint()._product(x, leading=True) if is_torch(x) else super()._rdot(x)
+
+    # Algebra ----------------------------------------------------------------------------------------------------------
+
+    def __mul__(self, x: Any) -> Any:
+        return self._scale(self._scalar(x)) if is_scalar(x) else self @ x
+
+    def __rmul__(self, x: Any) -> Any:
+        return self._scale(self._scalar(x)) if is_scalar(x) else self.__rmatmul__(x)
+
+    def __truediv__(self, x: Any) -> LinearOperator:
+        if not is_scalar(x):
+            raise TypeError(f"Operators divide by scalars only, got {type(x).__name__}.")
+        return self._scale(1.0 / self._scalar(x))
+
+    def __neg__(self) -> LinearOperator:
+        return self._scale(-1.0)
+
+    def __add__(self, x: Any) -> Any:
+        if isinstance(x, LinearOperator):
+            return self._plus(x)
+        if isinstance(x, ScipyLinearOperator):
+            return super().__add__(x)
+        if is_scalar(x):
+            if not isinstance(x, Tensor) and x == 0:  # the start of sum([...])
+                return self
+            raise TypeError(f"`op + {x}` is ambiguous; write `op.shift({x})` for op + {x} I.")
+        if isinstance(x, Tensor):
+            raise TypeError("Cannot add a tensor to an operator; wrap a symmetric matrix as `structured.Dense(x)`.")
+        if isinstance(x, np.ndarray) or issparse(x):
+            return super().__add__(aslinearoperator(x))
+        return NotImplemented
+
+    def __radd__(self, x: Any) -> Any:
+        return self + x
+
+    def __sub__(self, x: Any) -> Any:
+        return self + (-x)
+
+    def __rsub__(self, x: Any) -> Any:
+        return -self + x
+
+    def __pow__(self, p: int) -> LinearOperator:
+        if not hasattr(p, "__index__") or (p := operator.index(p)) < 0:
+            raise ValueError(f"Got the power {p!r}, expected an integer >= 0; see `power(p)` for others.")
+        self._require_square("**")
+        if p == 0:
+            return self._identity()
+        return reduce(lambda A, B: A._compose(B), [self] * p)
+
+    def shift(self, c: float | Tensor) -> LinearOperator:
+        """Return ``op + c I``."""
+        self._require_square("shift")
+        return self._plus(self._identity() * c)
+
+    def _scalar(self, x: Any) -> float | Tensor:
+        return real_scalar(x, wide(self.torch_dtype))
+
+    def _identity(self) -> LinearOperator:
+        from curvops._algebra import Identity
+
+        return Identity(self)
+
+    # A structure overrides these three where the result has the structure, too.
+
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        from curvops._algebra import Sum
+
+        return Sum(self, other)
+
+    def _scale(self, s: float | Tensor) -> LinearOperator:
+        from curvops._algebra import Scaled
+
+        return Scaled(self, s)
+
+    def _compose(self, other: LinearOperator) -> LinearOperator:
+        from curvops._algebra import Product
+
+        return Product(self, other)
+
+    # Queries ----------------------------------------------------------------------------------------------------------
+
+    def _unit_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the columns of the matrix as rows ``[k, M]``, a chunk at a time, with their positions."""
+        N = self.shape[1]
+        for start in range(0, N, _CHUNK):
+            stop = min(start + _CHUNK, N)
+            E = torch.zeros(stop - start, N, dtype=self.torch_dtype, device=self.device)
+            E.diagonal(start).fill_(1.0)
+            yield slice(start, stop), self._rows(E)
+
+    def to_dense(self) -> Tensor:
+        """Return the matrix ``[M, N]``; costs N products unless the operator knows better."""
+        return torch.cat([rows for _, rows in self._unit_rows()]).T
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal ``[N]``; costs N products unless the operator knows better."""
+        self._require_square("diagonal")
+        return torch.cat([rows[:, at].diagonal() for at, rows in self._unit_rows()])
+
+    def trace(self) -> Tensor:
+        """Return the trace; see ``estimators`` for operators that are too large."""
+        self._require_square("trace")
+        return self.diagonal().to(wide(self.torch_dtype)).sum()
+
+    def frobenius_norm(self) -> Tensor:
+        """Return the Frobenius norm; costs N products unless the operator knows better."""
+        squares = [rows.to(wide(self.torch_dtype)).square().sum() for _, rows in self._unit_rows()]
+        return torch.stack(squares).sum().sqrt()
+
+    def block(self, name: str | int) -> LinearOperator:
+        """Return the diagonal block of one block of the domain, by name or position."""
+        from curvops._algebra import Block
+
+        return Block(self, name)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        """Return the operator for vectors of another device or dtype.
+
+        Operators that hold their numbers move them. Others keep computing where they are, and move the vectors.
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        device = self.device if device is None else torch.empty(0, dtype=self.torch_dtype, device=device).device
+        dtype = self.torch_dtype if dtype is None else dtype
+        return self if (device, dtype) == (self.device, self.torch_dtype) else self._to(device, dtype)
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> LinearOperator:
+        from curvops._algebra import Converted
+
+        return Converted(self, device, dtype)
+
+    def to_scipy(self, dtype: Any = None) -> ScipyLinearOperator:
+        """Return a plain scipy operator that declares ``dtype`` (ARPACK picks its routines by it)."""
+        dtype = self.dtype if dtype is None else np.dtype(dtype)
+        methods = {"rmatvec": self.rmatvec, "matmat": self.matmat, "rmatmat": self.rmatmat}
+        return ScipyLinearOperator(self.shape, self.matvec, dtype=dtype, **methods)
+
+    def eigenvalues(self) -> Tensor:
+        """Return all eigenvalues, ascending."""
+        self._no_closed_form("eigenvalues", "scipy.sparse.linalg.eigsh(op) or lanczos_approximate_spectrum(op)")
+
+    def logdet(self) -> Tensor:
+        """Return the logarithm of the determinant; ``-inf`` for a singular operator."""
+        self._no_closed_form("logdet", "lanczos_approximate_log_spectrum(op)")
+
+    def det(self) -> Tensor:
+        """Return the determinant."""
+        self._no_closed_form("det", "lanczos_approximate_log_spectrum(op)")
+
+    def inverse(self, damping: Any = 0.0, how: str = "exact") -> LinearOperator:
+        """Return ``(op + damping I)^-1``."""
+        self._no_closed_form("inverse", "CGInverseLinearOperator(op.shift(damping))")
+
+    def power(self, p: float) -> LinearOperator:
+        """Return the symmetric power ``op^p``."""
+        self._no_closed_form("power", "op ** n for integers")
+
+    def sqrt(self) -> LinearOperator:
+        """Return the symmetric positive semidefinite square root."""
+        return self.power(0.5)
+
+    def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw ``[n, D]`` from N(0, op)."""
+        self._no_closed_form("sample", "a KFAC operator of the same risk")
+
+    def _no_closed_form(self, what: str, instead: str) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no closed form for {what}. Operators of `curvops.structured` and the KFAC "
+            f"family have one; for others use {instead}."
+        )
+
+    def _require_square(self, what: str) -> None:
+        if self.shape[0] != self.shape[1]:
+            raise ValueError(f"{what} needs a square operator, got shape {self.shape}.")
+

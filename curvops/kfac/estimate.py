@@ -1,0 +1,219 @@
+"""A Kronecker-factored estimate as data: sums, counts, where the blocks sit, and how estimates combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvops._operator import LinearOperator
+from curvops.kfac.collect import Collector
+from curvops.kfac.rules._base import accumulation_dtype
+from curvops.kfac.sites import slot_key
+from curvops.kfac.statistics import Factors, Sums
+from curvops.structured.dense import Dense
+from curvops.structured.diagonal import Diagonal
+from curvops.structured.direct_sum import Part
+from curvops.structured.kronecker import Kronecker
+from curvops.structured.placement import Placement, Slot
+
+
+@dataclass(eq=False)
+class Estimate:
+    """What a pass over the data leaves behind.
+
+    Attributes:
+        options: What must agree for two estimates to combine: Fisher, sharing, reduction, ...
+        shapes: The parameters' names and shapes, in the order of the operator's space.
+        dtype, device: Of the parameters.
+        blocks: Sums of every Kronecker block.
+        dense: Sums of the blocks of parameters that no rule covers.
+        normalizer: What ``B`` is divided by: the normaliser of a mean loss, 1 for a sum.
+        num_data: Number of data.
+        notes: What to say of a parameter, beyond its block.
+    """
+
+    options: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+    device: torch.device
+    blocks: list[Sums]
+    dense: dict[str, Tensor]
+    normalizer: float
+    num_data: float
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_pass(cls, collected: Collector[Factors], shapes: dict, like: Tensor, options: dict[str, Any]) -> Estimate:
+        """Take over what a pass collected."""
+        counts = collected.counts
+        notes = {n: "never reached by a prediction: zero" for n in shapes if n not in counts.reached}
+        notes |= {u.name: f"{u.function} has no rule: {u.reason}" for u in counts.unsupported.values()}
+        normalizer = counts.normalizer if options["reduction"] == "mean" else 1.0
+        blocks = list(collected.statistic.sums.values())
+        dense = dict(collected.dense.sums)
+        return cls(options, shapes, like.dtype, like.device, blocks, dense, normalizer, counts.num_data, notes)
+
+    # ---- combining -------------------------------------------------------------------------
+    def merged(self, other: Estimate) -> Estimate:
+        """Return the estimate of both data sets together: sums and counts add."""
+        return self._combined(other, None)
+
+    def averaged(self, new: Estimate, decay: float) -> Estimate:
+        """Return ``decay * old + (1 - decay) * new``, factor by factor."""
+        return self._combined(new, decay)
+
+    def _combined(self, other: Estimate, decay: float | None) -> Estimate:
+        self._check_same(other)
+        u, v = (1.0, 1.0) if decay is None else (decay, 1 - decay)
+        normalizer = u * self.normalizer + v * other.normalizer
+        if self.options["reduction"] == "sum":
+            normalizer = 1.0
+        # Weights of the two sums such that sum / normalizer is the average (or, for a merge, the sum of sums).
+        wu, wv = (u, v) if decay is None else (u * normalizer / self.normalizer, v * normalizer / other.normalizer)
+        old, new = ({_block_key(b.placement): b for b in e.blocks} for e in (self, other))
+        blocks = [_combine(old.get(k), new.get(k), (u, v), (wu, wv), decay is not None) for k in {**old, **new}]
+        names = {**self.dense, **other.dense}
+        dense = {n: sum(w * d[n] for w, d in ((wu, self.dense), (wv, other.dense)) if n in d) for n in names}
+        notes = {n: t for n, t in {**self.notes, **other.notes}.items() if n in self.notes and n in other.notes or n in dense}
+        num_data = u * self.num_data + v * other.num_data
+        return replace(self, blocks=blocks, dense=dense, normalizer=normalizer, num_data=num_data, notes=notes)
+
+    def _check_same(self, other: Estimate) -> None:
+        if self.shapes != other.shapes:
+            raise ValueError("Cannot combine estimates of different parameters: names or shapes differ.")
+        for key, value in self.options.items():
+            if other.options[key] != value:
+                raise ValueError(f"Cannot combine estimates with {key}={value!r} and {key}={other.options[key]!r}.")
+
+    # ---- as an operator ----------------------------------------------------------------------
+    def parts(self) -> list[Part]:
+        """Return the blocks of the operator: one for every Kronecker block, dense block, and zero."""
+        free = {n: torch.ones(prod(s), dtype=torch.bool) for n, s in self.shapes.items()}
+        parts = []
+        for label, sums in self.labelled().items():
+            _occupy(free, sums.placement)
+            parts.append(Part(sums.placement, self._kronecker(sums, label)))
+        for name in self.dense:
+            free[name][:] = False
+            parts.append(Part(_whole(name, self.shapes[name]), self._dense(name)))
+        for name, entries in free.items():
+            if entries.any():
+                parts.append(self._zero(name, entries))
+        return parts
+
+    def labelled(self) -> dict[str, Sums]:
+        """Return the blocks by label: the name of their first parameter, numbered where it has several blocks."""
+        names = [b.placement.slots[0].name for b in self.blocks]
+        labels = [n if names.count(n) == 1 else f"{n}[{names[:i].count(n)}]" for i, n in enumerate(names)]
+        return dict(zip(labels, self.blocks, strict=True))
+
+    def _kronecker(self, sums: Sums, label: str) -> Kronecker:
+        G, o, _ = sums.placement.shape
+        wide = {"dtype": accumulation_dtype(self.dtype), "device": self.device}
+        if self.options["fisher_type"] == "forward-only":
+            B = torch.eye(o, **wide).repeat(G, 1, 1)
+        elif sums.B is None:
+            B = torch.zeros(G, o, o, **wide)
+        else:
+            B = sums.B / self.normalizer
+        for factor, name in ((sums.A, "input"), (sums.B, "output")):
+            if factor is not None and not torch.isfinite(factor).all():
+                raise ValueError(f"Block {label!r}: its {name} factor has NaN or infinite entries.")
+        A = None if sums.A is None else sums.A / sums.rows
+        return Kronecker(B, A, shape=sums.placement.shape, label=label, dtype=self.dtype)
+
+    def _dense(self, name: str) -> LinearOperator:
+        kind, block = self.options["unsupported"], self.dense[name] / self.normalizer
+        shape = _whole(name, self.shapes[name]).shape
+        if kind == "exact":
+            return Dense(block, domain=(shape,), label=name, dtype=self.dtype)
+        return Diagonal(block.reshape(shape), label=name, dtype=self.dtype)
+
+    def _zero(self, name: str, entries: Tensor) -> Part:
+        n = int(entries.sum())
+        zeros = torch.zeros(1, n, 1, dtype=accumulation_dtype(self.dtype), device=self.device)
+        index = None if n == entries.numel() else entries.nonzero().flatten().to(self.device)
+        slot = Slot(name, self.shapes[name], 0, 1, index=index)
+        return Part(Placement((slot,), (1, n, 1)), Diagonal(zeros, label=name, dtype=self.dtype))
+
+    # ---- as plain data -------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors, numbers, strings and lists only."""
+        blocks = [
+            {"placement": b.placement.state_dict(), "uses": list(b.uses), "A": b.A, "B": b.B, "rows": b.rows} for b in self.blocks
+        ]
+        return {
+            "version": 1,
+            "options": dict(self.options),
+            "shapes": {n: list(s) for n, s in self.shapes.items()},
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "blocks": blocks,
+            "dense": dict(self.dense),
+            "normalizer": self.normalizer,
+            "num_data": self.num_data,
+            "notes": dict(self.notes),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Estimate:
+        """Undo :meth:`state_dict`; the device is that of the tensors."""
+        if state.get("version") != 1:
+            raise ValueError(f"state_dict: found version {state.get('version')!r}, expected 1.")
+        blocks = [
+            Sums(Placement.from_state_dict(b["placement"]), tuple(b["uses"]), b["A"], b["B"], b["rows"]) for b in state["blocks"]
+        ]
+        tensors = [t for b in blocks for t in (b.A, b.B) if t is not None] + list(state["dense"].values())
+        return cls(
+            dict(state["options"]),
+            {n: tuple(s) for n, s in state["shapes"].items()},
+            getattr(torch, state["dtype"]),
+            tensors[0].device if tensors else torch.device(state["device"]),
+            blocks,
+            dict(state["dense"]),
+            state["normalizer"],
+            state["num_data"],
+            dict(state["notes"]),
+        )
+
+
+def _combine(old: Sums | None, new: Sums | None, means: tuple, sums: tuple, average: bool) -> Sums:
+    """Combine the sums of a block; where one side never saw it, its curvature there is zero."""
+    (u, v), (wu, wv) = means, sums
+    if old is None or new is None:
+        (block, weight) = (old, wu) if new is None else (new, wv)
+        assert block is not None
+        return replace(block, B=None if block.B is None else weight * block.B)
+    rows = u * old.rows + v * new.rows
+    scale_old, scale_new = (u * rows / old.rows, v * rows / new.rows) if average else (1.0, 1.0)
+    A = _weighted(old.A, new.A, scale_old, scale_new)
+    return replace(old, A=A, B=_weighted(old.B, new.B, wu, wv), rows=rows)
+
+
+def _weighted(a: Tensor | None, b: Tensor | None, u: float, v: float) -> Tensor | None:
+    terms = [w * t for w, t in ((u, a), (v, b)) if t is not None]
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _block_key(placement: Placement) -> tuple:
+    return tuple(slot_key(s.name, prod(s.shape), s.index) for s in placement.slots)
+
+
+def _whole(name: str, shape: tuple[int, ...]) -> Placement:
+    return Placement((Slot(name, shape, 0, 1),), (1, prod(shape), 1))
+
+
+def _occupy(free: dict[str, Tensor], placement: Placement) -> None:
+    for slot in placement.slots:
+        entries = slice(None) if slot.index is None else slot.index.cpu()
+        if not free[slot.name][entries].all():
+            raise NotImplementedError(
+                f"Parameter {slot.name!r} is used as a whole and in parts, or with another bias in another batch; one block "
+                "cannot hold both. Leave it out of params, or choose unsupported='exact'."
+            )
+        free[slot.name][entries] = False

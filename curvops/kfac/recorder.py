@@ -1,0 +1,276 @@
+"""Observe, at the level of operations, every use that a forward pass makes of tracked parameters.
+
+A :class:`Recorder` is a ``TorchFunctionMode``: it recognises parameters by identity, whichever module or function uses
+them, follows views and casts, and hands each use to the rule of its operation. What it cannot see (custom
+``autograd.Function``, functorch transforms, reentrant checkpoints) is found afterwards: :meth:`Recorder.check` walks the
+autograd graph and insists that every path into a parameter leads through a recorded use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
+
+from curvops.kfac._autograd import graph_edges, is_functorch, node_number, sequence_number, stable_edge
+from curvops.kfac.rules import rule_for, supported
+from curvops.kfac.rules._base import Form, Operation
+
+#: Functions whose result holds the entries of their first argument in another arrangement.
+_VIEWS = frozenset(
+    "t T mT transpose swapaxes swapdims movedim moveaxis permute view view_as reshape reshape_as flatten unflatten ravel "
+    "squeeze unsqueeze contiguous chunk split split_with_sizes tensor_split unbind narrow select __getitem__".split()
+)
+#: Functions whose result holds the entries of their first argument in the same arrangement.
+_CASTS = frozenset("to type float double half bfloat16 type_as clone cpu cuda alias view_as_same".split())
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """A tracked parameter, or a rearranged part of one, as an operand of an operation.
+
+    Attributes:
+        name: Name of the parameter.
+        tensor: The very tensor; held so that its identity stays taken.
+        shape: Shape of the parameter.
+        entries: Flat indices of the parameter's entries, shaped like ``tensor``; ``None`` for the parameter itself.
+    """
+
+    name: str
+    tensor: Tensor
+    shape: torch.Size
+    entries: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Use:
+    """One operation of the forward pass that consumes tracked parameters.
+
+    Attributes:
+        function: Name of the operation.
+        form: Its canonical form.
+        x: Its input; ``version`` tells whether it was modified afterwards.
+        edge: Where the gradient of its output, of shape ``shape``, arrives.
+        weight, bias: The tracked operands; ``None`` where an operand is absent or not tracked.
+    """
+
+    function: str
+    form: Form
+    x: Tensor
+    edge: GradientEdge
+    shape: torch.Size
+    weight: Operand | None
+    bias: Operand | None
+    version: int = -1
+
+    def __post_init__(self) -> None:
+        if self.version < 0:
+            self.version = self.x._version
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tracked parameters it consumes."""
+        return tuple(o.name for o in (self.weight, self.bias) if o is not None)
+
+    def input(self) -> Tensor:
+        """Return the input as it was when the operation ran."""
+        if self.x._version != self.version:
+            raise ValueError(
+                f"The input of {self.function} with parameters {list(self.names)} was modified in place after its use; "
+                "its value is lost. Make that operation out of place."
+            )
+        return self.x.detach()
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """An operation on a tracked parameter that no rule covers."""
+
+    name: str
+    function: str
+    reason: str
+    interval: tuple[int, int]
+
+
+class Recorder(TorchFunctionMode):
+    """Record the uses of parameters while it is entered.
+
+    Args:
+        tracked: The parameters to watch, by name, as the very objects the model will use.
+        allow_train_mode: Accept dropout and batch statistics.
+
+    Attributes:
+        uses: What was seen, in order of the forward pass.
+        unsupported: Operations on tracked parameters without a rule.
+    """
+
+    def __init__(self, tracked: Mapping[str, Tensor], *, allow_train_mode: bool = False) -> None:
+        super().__init__()
+        self.uses: list[Use] = []
+        self.unsupported: list[Unsupported] = []
+        self._allow_train_mode = allow_train_mode
+        self._leaves = dict(tracked)
+        self._operands = {id(t): Operand(n, t, t.shape) for n, t in tracked.items()}
+        self._intervals: dict[str, list[tuple[int, int]]] = {n: [] for n in tracked}
+        self._without_gradient: dict[str, str] = {}
+
+    # ---- during the forward pass -------------------------------------------------
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        found = [self._operands[id(t)] for t in _flat(args, kwargs) if id(t) in self._operands]
+        if not found:
+            self._check_chance(func, args, kwargs)
+            return func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            # Its Python body runs bit-identically, and its projections are seen, once it stops deferring to modes.
+            with patch.object(F, "has_torch_function", lambda _: False), self:
+                return func(*args, **kwargs)
+        start = sequence_number()
+        out = func(*args, **kwargs)
+        results = [t for t in _flat((out,), {}) if t.is_floating_point()]
+        if results:
+            self._note(_name(func), func, args, kwargs, found, out, results, (start, sequence_number()))
+        return out
+
+    def _note(self, name, func, args, kwargs, found, out, results, interval) -> None:  # noqa: ANN001 - one caller
+        names = {operand.name for operand in found}
+        if any(is_functorch(t) for t in (*results, *_flat(args, kwargs))):
+            reason = "it runs inside a functorch transform (vmap, grad, jvp, ...), which hides its inputs"
+            self._refuse(names, name, reason, interval)
+        elif not any(t.requires_grad for t in results):
+            for n in names:
+                self._without_gradient.setdefault(n, name)
+        elif name in _CASTS | _VIEWS and len(found) == 1:
+            self._derive(name, func, args, kwargs, found[0], out)
+        elif rule := rule_for(func):
+            self._use(name, rule, args, kwargs, found, out, interval)
+        else:
+            self._refuse(names, name, "no rule covers it", interval)
+        for n in names:
+            self._intervals[n].append(interval)
+
+    def _derive(self, name: str, func: Any, args: tuple, kwargs: dict, source: Operand, out: Any) -> None:
+        entries = source.entries
+        if name not in _CASTS:
+            if entries is None:
+                entries = torch.arange(source.tensor.numel(), device=source.tensor.device).view(source.tensor.shape)
+            entries = func(*(entries if a is source.tensor else a for a in args), **kwargs)
+        for tensor, part in zip(_flat((out,), {}), [entries] if entries is None else _flat((entries,), {}), strict=True):
+            if tensor is not source.tensor:  # contiguous() and friends may return their argument
+                self._operands[id(tensor)] = Operand(source.name, tensor, source.shape, part)
+
+    def _use(self, name, rule, args, kwargs, found, out, interval) -> None:  # noqa: ANN001 - one caller
+        try:
+            op = rule(*args, tracked=lambda t: id(t) in self._operands, **kwargs)
+        except NotImplementedError as error:
+            self._refuse({o.name for o in found}, name, str(error), interval)
+            return
+        weight, bias = (None if t is None else self._operands.get(id(t)) for t in (op.weight, op.bias))
+        consumed = [o for o in (weight, bias) if o is not None]
+        others = {o.name for o in found if all(o is not c for c in consumed)}
+        if others:
+            self._refuse(others, name, "it is used as the input of the operation, not as its weight or bias", interval)
+        if consumed:
+            self.uses.append(Use(name, op.form, op.x, stable_edge(out), out.shape, weight, bias))
+
+    def _refuse(self, names: set[str], function: str, reason: str, interval: tuple[int, int]) -> None:
+        self.unsupported += [Unsupported(n, function, reason, interval) for n in sorted(names)]
+
+    def _check_chance(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Refuse dropout and batch statistics wherever they come from: they make a prediction depend on more than its datum."""
+        if self._allow_train_mode:
+            return
+        if func in _DROPOUTS:
+            p, training = (*args[1:3], *(kwargs[k] for k in ("p", "training") if k in kwargs))[:2]
+            if training and p > 0:
+                raise ValueError(f"{func.__name__} is active (p={p}); call model.eval(), or pass allow_train_mode=True.")
+        elif func is F.batch_norm and (args[5] if len(args) > 5 else kwargs.get("training", False)):
+            raise ValueError(
+                "batch_norm uses the statistics of the batch, so predictions depend on the other data; call model.eval() "
+                "(with running statistics), or pass allow_train_mode=True."
+            )
+
+    # ---- after the forward pass ----------------------------------------------------
+    def check(self, output: Tensor) -> frozenset[str]:
+        """Prove on the autograd graph that every path from ``output`` into a parameter leads through a noted operation.
+
+        Uses and unsupported operations that ``output`` does not depend on are dropped.
+
+        Returns:
+            The names of the parameters that ``output`` depends on.
+
+        Raises:
+            NotImplementedError: If a use escaped, naming the parameter and the autograd node.
+        """
+        owners = {id(t): n for n, t in self._leaves.items()}
+        derived = {o.tensor.grad_fn: o.name for o in self._operands.values() if o.tensor.grad_fn is not None}
+        edges = graph_edges(output)
+        numbers: dict[str, list[int]] = {}
+        for source, target in edges:
+            if "CheckpointFunction" in source.name():
+                raise NotImplementedError(_REENTRANT.format(node=source.name()))
+            name = owners.get(id(getattr(target, "variable", None))) or derived.get(target)
+            if name is None:
+                continue
+            number = node_number(source)
+            if not any(start <= number < stop for start, stop in self._intervals[name]):
+                raise NotImplementedError(_ESCAPED.format(name=name, node=source.name()))
+            numbers.setdefault(name, []).append(number)
+        if (name := owners.get(id(output)) or derived.get(output.grad_fn)) is not None:
+            raise NotImplementedError(_ESCAPED.format(name=name, node="of the prediction itself"))
+        for name, function in self._without_gradient.items():
+            if name not in numbers:
+                raise NotImplementedError(_NO_GRADIENT.format(name=name, function=function))
+        nodes = {source for source, _ in edges}
+        self.uses = [u for u in self.uses if u.edge.node in nodes]
+        self.unsupported = [
+            u for u in self.unsupported if any(u.interval[0] <= n < u.interval[1] for n in numbers.get(u.name, ()))
+        ]
+        return frozenset(numbers)
+
+
+_REENTRANT = (
+    "A reentrant checkpoint ({node}) hides what happens inside it from every observer; use "
+    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)
+_NO_GRADIENT = (
+    "Parameter {name!r} is used by {function} without gradient (no_grad, detach, .data, or a reentrant checkpoint) and "
+    "nowhere with one, so its curvature is not what the model computes. Use checkpoint(..., use_reentrant=False), or leave "
+    "the parameter out of params."
+)
+_ESCAPED = (
+    "Parameter {name!r} is used by the autograd node {node}, which no recorded operation explains: a custom "
+    "autograd.Function, a functorch transform or a view taken before the forward pass. Its curvature would be wrong. Use "
+    "torch operations on the parameter, or leave it out of params."
+)
+
+
+def unsupported_message(found: Unsupported) -> str:
+    """Say what is not supported, what is, and how to go on."""
+    return (
+        f"Parameter {found.name!r} is used by {found.function}: {found.reason}. Supported operations: "
+        f"{', '.join(supported())}. Register a rule with curvops.kfac.rules.register, leave the parameter out of params, or "
+        "choose unsupported='exact', 'diagonal' or 'zero'."
+    )
+
+
+def _flat(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    for a in (*args, *kwargs.values()):
+        if isinstance(a, Tensor):
+            yield a
+        elif isinstance(a, list | tuple):
+            yield from _flat(a, {})
+
+
+def _name(func: Any) -> str:
+    """Name a function; a property is named by its attribute."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name

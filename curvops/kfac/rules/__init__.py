@@ -1,0 +1,7 @@
+"""Rules: how one use of a parameter becomes canonical. One file for each family of layers."""
+
+from curvops.kfac.rules._base import Form as Form
+from curvops.kfac.rules._base import Operation as Operation
+from curvops.kfac.rules._base import register as register
+from curvops.kfac.rules._base import rule_for as rule_for
+from curvops.kfac.rules._base import supported as supported

@@ -1,0 +1,146 @@
+"""A site is one block of parameters treated as a unit: a weight with its biases, or a bias alone."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from curvops.kfac.recorder import Operand, Use
+from curvops.structured.placement import Placement, Slot
+
+Key = tuple[str, Hashable]
+
+
+@dataclass(eq=False)
+class Site:
+    """One block of parameters, in the canonical form ``[G, d_out, d_in]`` with one more column per joint bias.
+
+    Attributes:
+        weight: The weight (or part of one), if it is tracked.
+        biases: The biases in the block; each has a column of its own.
+        members: The uses, each with the column of its bias (``None``: this use has none).
+    """
+
+    weight: Operand | None
+    biases: tuple[Operand, ...]
+    members: list[tuple[Use, int | None]] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[Key, ...]:
+        """Identify the block across batches."""
+        return tuple(_key(o) for o in (self.weight, *self.biases) if o is not None)
+
+    @property
+    def name(self) -> str:
+        """Name of the weight, or of the bias that stands alone."""
+        return self.key[0][0]
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parameters sit in the block."""
+        form = self.members[0][0].form
+        G, d_out, d_in = self.weight_shape
+        slots = []
+        if self.weight is not None:
+            slots.append(_slot(self.weight, (G, d_out, d_in), 0, form.transposed))
+        for j, bias in enumerate(self.biases):
+            slots.append(_slot(bias, (G, d_out, 1), d_in + j, False))
+        return Placement(tuple(slots), (G, d_out, d_in + len(self.biases)))
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int]:
+        """Shape ``[G, d_out, d_in]`` of the weight alone."""
+        form = self.members[0][0].form
+        if self.weight is None:
+            return form.groups, self.biases[0].tensor.numel() // form.groups, 0
+        return form.weight_shape(tuple(self.weight.tensor.shape))
+
+
+def find_sites(uses: Sequence[Use], separate: bool) -> list[Site]:
+    """Group uses into blocks.
+
+    A bias joins the block of its weight if all its uses are with that weight; otherwise it stands alone.
+
+    Args:
+        uses: The uses of one forward pass.
+        separate: Every bias stands alone.
+
+    Raises:
+        NotImplementedError: If the uses of one weight do not have the same canonical form.
+    """
+    partners: dict[Key, set[Key | None]] = {}
+    for use in uses:
+        if use.bias is not None:
+            partners.setdefault(_key(use.bias), set()).add(None if use.weight is None else _key(use.weight))
+    alone = {bias for bias, weights in partners.items() if separate or len(weights) > 1 or None in weights}
+    sites: dict[Key, Site] = {}
+    for use in uses:
+        joint = use.bias is not None and _key(use.bias) not in alone
+        if use.weight is not None:
+            site = sites.setdefault(_key(use.weight), Site(use.weight, ()))
+            site.members.append((use, _column(site, use.bias) if joint else None))
+        if use.bias is not None and not joint:
+            sites.setdefault(_key(use.bias), Site(None, (use.bias,))).members.append((use, 0))
+    for site in sites.values():
+        _check_one_form(site)
+    return list(sites.values())
+
+
+def _column(site: Site, bias: Operand) -> int:
+    keys = [_key(b) for b in site.biases]
+    if _key(bias) not in keys:
+        site.biases += (bias,)
+        keys.append(_key(bias))
+    return keys.index(_key(bias))
+
+
+def _key(operand: Operand) -> Key:
+    return slot_key(operand.name, operand.shape.numel(), operand.entries)
+
+
+def slot_key(name: str, numel: int, entries: torch.Tensor | None) -> Key:
+    """Identify a parameter, or a part of it by the set of its entries: another arrangement is the same part."""
+    if entries is None or entries.numel() == numel:
+        return name, None
+    return name, entries.flatten().sort().values.cpu().numpy().tobytes()
+
+
+def _check_one_form(site: Site) -> None:
+    if site.weight is None:
+        return
+    use, _ = site.members[0]
+    first = _slot(use.weight, use.form.weight_shape(tuple(use.weight.tensor.shape)), 0, use.form.transposed)
+    for other, _ in site.members[1:]:
+        shape = other.form.weight_shape(tuple(other.weight.tensor.shape))
+        if not _same(first, _slot(other.weight, shape, 0, other.form.transposed), site.weight_shape == shape):
+            raise NotImplementedError(
+                f"Parameter {site.name!r} is used by {use.function} and by {other.function} in two orientations, which one "
+                "Kronecker product does not describe. Leave it out of params, or choose unsupported='exact'."
+            )
+
+
+def _same(a: Slot, b: Slot, same_shape: bool) -> bool:
+    if not same_shape or a.transposed != b.transposed or (a.index is None) != (b.index is None):
+        return False
+    return a.index is None or torch.equal(a.index, b.index)
+
+
+def _slot(operand: Operand, shape: tuple[int, int, int], start: int, transposed: bool) -> Slot:
+    """Place an operand, seen by its operation as ``[G, d_out, width]`` or its transpose, in terms of the parameter."""
+    G, d_out, width = shape
+    if operand.entries is None:
+        return Slot(operand.name, tuple(operand.tensor.shape), start, width, transposed)
+    entries = operand.entries
+    canonical = entries.reshape(G, width, d_out).mT if transposed else entries.reshape(G, d_out, width)
+    index = canonical.reshape(-1)
+    natural = torch.arange(index.numel(), device=index.device)
+    if operand.shape.numel() == index.numel():  # a rearrangement of the whole parameter: maybe a view after all
+        if torch.equal(index, natural):
+            return Slot(operand.name, tuple(operand.shape), start, width, False)
+        if torch.equal(index, natural.reshape(G, width, d_out).mT.reshape(-1)):
+            return Slot(operand.name, tuple(operand.shape), start, width, True)
+    return Slot(operand.name, tuple(operand.shape), start, width, False, index)
+
+

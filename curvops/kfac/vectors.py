@@ -1,0 +1,113 @@
+"""The output vectors of a batch for every kind of Fisher, and their way back to the outputs of the layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from curvops.kfac.recorder import Use
+from curvops.losses import OutputView
+
+
+@dataclass(frozen=True)
+class Fisher:
+    """Which vectors are back-propagated.
+
+    Attributes:
+        kind: ``"type-2"``, ``"mc"``, ``"signs"``, ``"empirical"``, ``"empirical-per-term"`` or ``"forward-only"``.
+        samples: Draws per datum, for ``"mc"`` and ``"signs"``.
+        seed: Seed of the draws; a draw depends on the seed and on the index of its datum in the data.
+    """
+
+    kind: str
+    samples: int
+    seed: int
+
+    @property
+    def unit(self) -> str:
+        """What a gradient of the definition belongs to: a loss ``"term"``, or a ``"datum"``."""
+        return "term" if self.kind in ("type-2", "empirical-per-term") else "datum"
+
+    @property
+    def mixes_freely(self) -> bool:
+        """Random vectors with mean zero have no cross terms in expectation, so all data may share them."""
+        return self.kind in ("mc", "signs", "forward-only")
+
+
+class Vectors:
+    """Output vectors with ``sum_v g g'`` equal to the batch's share of the chosen Fisher, times the normaliser.
+
+    Args:
+        fisher: The kind of Fisher.
+        view: The loss of the batch at its output.
+        offset: Index of the batch's first datum in the data.
+    """
+
+    def __init__(self, fisher: Fisher, view: OutputView, offset: int) -> None:
+        self.fisher, self._view = fisher, view
+        self._data = torch.arange(offset, offset + view.N, device=view.layout.device)
+        self._draws: dict[int, Tensor] = {}
+        counts = {"type-2": view.columns, "mc": fisher.samples, "signs": fisher.samples, "forward-only": 0}
+        self.count = counts.get(fisher.kind, 1)  #: vectors per unit
+
+    def at(self, index: Tensor) -> Tensor:
+        """Return the output vector in which every loss term takes its ``index``-th vector (``[N, T]``, -1: none)."""
+        index = index.reshape(self._view.N, self._view.T).to(self._data.device)
+        if self.fisher.kind == "type-2":
+            return self._view.column(index)
+        picks = [self._view.pick(self._draw(v), index == v) for v in index.unique().tolist() if v >= 0]
+        return sum(picks[1:], picks[0]) if picks else torch.zeros_like(self._draw(0))
+
+    def all(self, i: int) -> Tensor:
+        """Return the output vector in which every loss term takes its ``i``-th vector."""
+        if self.fisher.kind == "type-2":
+            return self._view.column(self._data.new_full((self._view.N, self._view.T), i))
+        return self._draw(i)
+
+    def probe(self, index: Tensor) -> Tensor:
+        """Return a generic vector on the loss terms with ``index >= 0``: it finds out what they reach."""
+        like = self._view.gradient()
+        generator = torch.Generator(like.device).manual_seed(self.fisher.seed)
+        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+        return self._view.pick(noise, index.reshape(self._view.N, self._view.T).to(like.device) >= 0)
+
+    def _draw(self, i: int) -> Tensor:
+        if i not in self._draws:
+            self._draws[i] = self._vector(i)
+        return self._draws[i]
+
+    def _vector(self, i: int) -> Tensor:
+        if self.fisher.kind == "mc":
+            return self._view.sample(self.fisher.seed, self._data, i) / sqrt(self.fisher.samples)
+        if self.fisher.kind == "signs":
+            return self._view.signs(self.fisher.seed, self._data, i) / sqrt(self.fisher.samples)
+        return self._view.gradient()
+
+
+@dataclass(eq=False)
+class Batch:
+    """One observed forward pass.
+
+    Attributes:
+        uses: What the recorder saw.
+        output: The prediction, attached to the graph.
+        vectors: The output vectors.
+        num_data, terms: ``N`` data with ``T`` loss terms each.
+    """
+
+    uses: list[Use]
+    output: Tensor
+    vectors: Vectors
+    num_data: int
+    terms: int
+
+    def backward(self, vector: Tensor) -> dict[Use, Tensor]:
+        """Return the gradients of the outputs of the uses; weight gradients are never formed."""
+        if not self.uses or not self.output.requires_grad:
+            return {}
+        edges = [u.edge for u in self.uses]
+        grads = torch.autograd.grad(self.output, edges, vector, retain_graph=True, allow_unused=True)
+        return {u: g.reshape(u.shape) for u, g in zip(self.uses, grads, strict=True) if g is not None}

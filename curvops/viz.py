@@ -1,0 +1,110 @@
+"""Pictures of a KFAC operator or of its inverse: factors, spectra of the blocks, how curvature spreads over the layers.
+
+Needs matplotlib: ``pip install 'curvops[demo]'``. Every function returns the figure, and saves it if given a path.
+No global state of matplotlib is used, so the pictures can be drawn anywhere, in notebooks as on servers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from curvops.kfac.factors import factors_of
+from curvops.structured.direct_sum import DirectSum
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Okabe and Ito: colours that colour-blind people tell apart, too.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+_ROUNDING = 1e-12  #: relative size of eigenvalues that are not drawn
+LINES = ("-", "--", "-.", ":")
+
+
+def require(module: str, extra: str = "demo") -> ModuleType:
+    """Import an optional dependency, or say which extra installs it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        name = module.split(".")[0]
+        if (error.name or name).split(".")[0] != name:
+            raise  # it is there, but something that it needs is not
+        package = {"sklearn": "scikit-learn"}.get(name, name)
+        raise ModuleNotFoundError(
+            f"{package} is not installed, and this part of curvops needs it: pip install 'curvops[{extra}]'", name=name
+        ) from error
+
+
+def plot_factors(K: DirectSum, path: str | Path | None = None) -> Figure:
+    """Draw the Kronecker factors of every block as heat maps, input factors above output factors.
+
+    Of grouped convolutions the first group is drawn. Colours are cut at the 99.5 % quantile of each factor.
+    """
+    factors = [(part.label, factors_of(part)) for part in K.parts]
+    blocks = [(label, f) for label, f in factors if f.input is not None and f.output is not None]
+    figure = _figure(2.6 * max(len(blocks), 1) + 0.8, 5.6)
+    axes = figure.subplots(2, max(len(blocks), 1), squeeze=False)
+    for column, (label, factor) in enumerate(blocks):
+        for row, (role, M) in enumerate((("input", factor.input), ("output", factor.output))):
+            _heat_map(figure, axes[row, column], M, f"{label}\n{role}" if row == 0 else role)
+    figure.suptitle("Kronecker factors")
+    return _save(figure, path)
+
+
+def plot_spectra(K: DirectSum, path: str | Path | None = None) -> Figure:
+    """Draw the sorted eigenvalues of every block on logarithmic axes; what is zero up to rounding is left out."""
+    figure = _figure(7.2, 4.6)
+    axes = figure.subplots()
+    styles = cycle((c, s) for s in LINES for c in COLOURS)
+    for part, (colour, style) in zip(K.parts, styles, strict=False):
+        values = part.operator.eigenvalues().detach().double().flatten().cpu().sort(descending=True).values
+        values = values[values > _ROUNDING * values[0]]
+        label = f"{part.label} ({part.operator.shape[0]})"
+        axes.plot(range(1, len(values) + 1), values.numpy(), style, color=colour, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="index", ylabel="eigenvalue", title="Spectrum of each block")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(title="block (size)", frameon=False, fontsize="small")
+    return _save(figure, path)
+
+
+def plot_layer_bars(K: DirectSum, path: str | Path | None = None) -> Figure:
+    """Draw the trace of every block as a bar, with its share of the whole."""
+    traces = {part.label: float(part.operator.trace()) for part in K.parts}
+    total = sum(traces.values()) or 1.0
+    figure = _figure(7.2, 0.45 * len(traces) + 1.6)
+    axes = figure.subplots()
+    bars = axes.barh(list(traces), list(traces.values()), color=COLOURS[0])
+    axes.bar_label(bars, [f"{100 * t / total:.1f} %" for t in traces.values()], padding=4)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(xlabel="trace", title="Where the curvature is")
+    axes.spines[["top", "right"]].set_visible(False)
+    return _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    require("matplotlib")
+    return import_module("matplotlib.figure").Figure(figsize=(width, height), layout="tight")
+
+
+def _heat_map(figure: Figure, axes: Any, M: Tensor, title: str) -> None:
+    M = (M[0] if M.ndim == 3 else M).detach().double().cpu()
+    limit = float(torch.quantile(M.abs().flatten()[:: max(1, M.numel() // 10**6)], 0.995)) or 1.0
+    image = axes.imshow(M.numpy(), cmap="PuOr", vmin=-limit, vmax=limit, interpolation="nearest")
+    axes.set_title(f"{title} {len(M)} x {len(M)}", fontsize="small")
+    axes.set(xticks=[], yticks=[])
+    bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.04)
+    bar.ax.tick_params(labelsize="x-small")
+
+
+def _save(figure: Figure, path: str | Path | None) -> Figure:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    return figure
