@@ -72,7 +72,7 @@ def product_rows(seconds: float) -> list[list[str]]:
         K = curvops.KFACLinearOperator(model, loss, dict(model.named_parameters()), [(X, y)])
         blocks = [torch.randn_like(p) for p in model.parameters()]
         flat = torch.cat([b.flatten() for b in blocks])
-        factors = [(K.factors[name].output, K.factors[name].input) for name in dict(model.named_parameters())][::2]
+        factors = [(f.output, f.input) for f in dict.fromkeys(K.factors.values())]
         matrices = [torch.randn(len(B), len(A)) for B, A in factors]
         runs = {
             "two products": lambda f=factors, m=matrices: [B @ V @ A for (B, A), V in zip(f, m, strict=True)],

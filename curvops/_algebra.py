@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,19 +28,12 @@ def _meet(a: Shapes, an: Names | None, b: Shapes, bn: Names | None, what: str) -
         if an is not None and bn is not None and an != bn:
             raise ValueError(f"Cannot {what} operators whose blocks are {an} and {bn}; give both the same order.")
         return a, bn if an is None else an
-    if sum(map(_numel, a)) == sum(map(_numel, b)):
+    if sum(map(prod, a)) == sum(map(prod, b)):
         if len(a) == len(a[0]) == 1 and an is None:
             return b, bn
         if len(b) == len(b[0]) == 1 and bn is None:
             return a, an
     raise ValueError(f"Cannot {what} operators with blocks {a} and {b}; expected the same shapes (or one flat block).")
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for s in shape:
-        n *= s
-    return n
 
 
 class Sum(LinearOperator):
@@ -93,7 +88,8 @@ class Scaled(LinearOperator):
             domain_names=A.domain_names,
             range_names=A.range_names,
         )
-        self.arg, self.scalar = A, s
+        self.arg = A
+        self.scalar: Any = s
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
         return [y * self.scalar for y in self.arg._apply(V)]
@@ -182,11 +178,12 @@ class Identity(LinearOperator):
         if isinstance(like, LinearOperator):
             if like.shape[0] != like.shape[1]:
                 raise ValueError(f"Got an operator of shape {like.shape}, expected a square one.")
-            dtype, device = dtype or like.torch_dtype, device or like.device
-            like, names = like.domain, like.domain_names
+            dtype, device, names = dtype or like.torch_dtype, device or like.device, like.domain_names
+            shapes = like.domain
+        else:
+            shapes = ((like,),) if isinstance(like, int) else like
         if dtype is None:
             raise TypeError("Identity needs a dtype, for example `Identity(n, dtype=torch.float64)` or `Identity(op)`.")
-        shapes = ((like,),) if isinstance(like, int) else like
         super().__init__(shapes, shapes, dtype=dtype, device=device or "cpu", symmetric=True, domain_names=names)
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
@@ -211,11 +208,11 @@ class Submatrix(LinearOperator):
         cols: Likewise of columns.
     """
 
-    def __init__(self, op: LinearOperator, rows: Sequence[int], cols: Sequence[int]):
-        rows, cols = _indices(rows, op.shape[0], "row"), _indices(cols, op.shape[1], "column")
-        self.arg, self._rows_at, self._cols_at = op, rows.to(op.device), cols.to(op.device)
-        symmetric = op.symmetric and torch.equal(rows, cols)
-        super().__init__(((len(cols),),), ((len(rows),),), dtype=op.torch_dtype, device=op.device, symmetric=symmetric)
+    def __init__(self, op: LinearOperator, rows: Sequence[int] | Tensor, cols: Sequence[int] | Tensor):
+        r, c = _indices(rows, op.shape[0], "row"), _indices(cols, op.shape[1], "column")
+        self.arg, self._rows_at, self._cols_at = op, r.to(op.device), c.to(op.device)
+        symmetric = op.symmetric and torch.equal(r, c)
+        super().__init__(((len(c),),), ((len(r),),), dtype=op.torch_dtype, device=op.device, symmetric=symmetric)
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
         X = V[0].new_zeros(len(V[0]), self.arg.shape[1]).index_copy(1, self._cols_at, V[0])
@@ -228,7 +225,7 @@ class Submatrix(LinearOperator):
         return Submatrix(self.arg.to(device, dtype), self._rows_at, self._cols_at)
 
 
-def _indices(indices: Sequence[int], n: int, what: str) -> Tensor:
+def _indices(indices: Sequence[int] | Tensor, n: int, what: str) -> Tensor:
     index = torch.as_tensor(indices, device="cpu")
     if index.numel() == 0:
         index = index.to(torch.int64)
@@ -247,11 +244,12 @@ class Block(LinearOperator):
 
     def __init__(self, op: LinearOperator, name: str | int):
         names = op.domain_names or ()
-        if name not in names and not (isinstance(name, int) and 0 <= name < len(op.domain)):
-            raise ValueError(f"Got the block {name!r}, expected one of {names or tuple(range(len(op.domain)))}.")
+        keys = [*range(len(op.domain)), *names]
+        if name not in keys:
+            raise ValueError(f"Got the block {name!r}, expected one of {names or tuple(keys)}.")
         if op.domain != op.range:
             raise ValueError(f"A diagonal block needs the same blocks on both sides, got {op.domain} and {op.range}.")
-        self.arg, self._at = op, names.index(name) if name in names else name
+        self.arg, self._at = op, keys.index(name) % len(op.domain)
         shape = (op.domain[self._at],)
         named = (names[self._at],) if names else None
         super().__init__(

@@ -82,7 +82,7 @@ class LinearOperator(ScipyLinearOperator, ABC):
     def __repr__(self) -> str:
         return f"<{self.shape[0]}x{self.shape[1]} {type(self).__name__}, {self.torch_dtype} on {self.device}>"
 
-    # Products ---------------------------------------------------------------------------------------------------------
+    # Products
 
     def _matmat(self, X: np.ndarray) -> np.ndarray:
         """Multiply a numpy matrix: the one place where vectors leave torch."""
@@ -134,7 +134,7 @@ class LinearOperator(ScipyLinearOperator, ABC):
             raise ValueError("Multiply by a scalar with *, not @.")
         return self._adjoint()._product(x, leading=True) if is_torch(x) else super()._rdot(x)
 
-    # Algebra ----------------------------------------------------------------------------------------------------------
+    # Algebra
 
     def __mul__(self, x: Any) -> Any:
         return self._scale(self._scalar(x)) if is_scalar(x) else self @ x
@@ -212,7 +212,7 @@ class LinearOperator(ScipyLinearOperator, ABC):
 
         return Product(self, other)
 
-    # Queries ----------------------------------------------------------------------------------------------------------
+    # Queries
 
     def _unit_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the columns of the matrix as rows ``[k, M]``, a chunk at a time, with their positions."""
@@ -267,8 +267,7 @@ class LinearOperator(ScipyLinearOperator, ABC):
     def to_scipy(self, dtype: Any = None) -> ScipyLinearOperator:
         """Return a plain scipy operator that declares ``dtype`` (ARPACK picks its routines by it)."""
         dtype = self.dtype if dtype is None else np.dtype(dtype)
-        methods = {"rmatvec": self.rmatvec, "matmat": self.matmat, "rmatmat": self.rmatmat}
-        return ScipyLinearOperator(self.shape, self.matvec, dtype=dtype, **methods)
+        return ScipyLinearOperator(self.shape, self.matvec, self.rmatvec, self.matmat, dtype, self.rmatmat)
 
     def eigenvalues(self) -> Tensor:
         """Return all eigenvalues, ascending."""

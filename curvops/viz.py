@@ -48,8 +48,11 @@ def plot_factors(K: DirectSum, path: str | Path | None = None) -> Figure:
     """
     factors = [(part.label, factors_of(part)) for part in K.parts]
     blocks = [(label, f) for label, f in factors if f.input is not None and f.output is not None]
-    figure = _figure(2.6 * max(len(blocks), 1) + 0.8, 5.6)
-    axes = figure.subplots(2, max(len(blocks), 1), squeeze=False)
+    if not blocks:
+        kinds = sorted({f.kind for _, f in factors})
+        raise ValueError(f"plot_factors: found blocks {kinds}, expected Kronecker products (see plot_spectra).")
+    figure = _figure(2.6 * len(blocks) + 0.8, 5.6)
+    axes = figure.subplots(2, len(blocks), squeeze=False)
     for column, (label, factor) in enumerate(blocks):
         for row, (role, M) in enumerate((("input", factor.input), ("output", factor.output))):
             _heat_map(figure, axes[row, column], M, f"{label}\n{role}" if row == 0 else role)

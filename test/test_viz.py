@@ -70,7 +70,12 @@ def test_bars_are_traces(K: DirectSum) -> None:
 
 @pytest.mark.parametrize("plot", [viz.plot_factors, viz.plot_spectra, viz.plot_layer_bars])
 def test_files_are_written_also_of_inverses(K: DirectSum, plot: object, tmp_path: Path) -> None:
-    for i, op in enumerate((K, K.inverse(0.1))):
+    for i, op in enumerate((K, K.inverse(0.1, how="factors"))):
         path = tmp_path / "new folder" / f"{i}.png"
         plot(op, path)
         assert path.stat().st_size > 5000
+
+
+def test_no_factors_is_an_error_that_names_what_was_found(K: DirectSum) -> None:
+    with pytest.raises(ValueError, match=r"found blocks \['diagonal', 'eigen'\], expected Kronecker"):
+        viz.plot_factors(K.inverse(0.1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import repeat
+from math import prod
 
 import torch
 from torch import Tensor
@@ -31,20 +33,30 @@ class Structure:
     Attributes:
         level: What may share an output vector: ``"terms"`` (everything), ``"data"`` (one loss term of every datum), or
             ``"none"``.
-        layouts: For every use, how its rows are made of data, if they are.
-        num_data: Data in the batch that proved it.
+        layouts: For every use, how its rows are made of data, if they are regular.
+        extents: For every use, its rows and positions.
+        num_data, terms: Size of the batch that proved it.
     """
 
     level: str
     layouts: tuple[Layout | None, ...]
+    extents: tuple[tuple[int, int], ...]
     num_data: int
+    terms: int
 
     def fits(self, batch: Batch) -> bool:
         """Whether a batch repeats the structure of the one that proved it."""
-        if batch.num_data > self.num_data or len(batch.uses) != len(self.layouts):
+        if batch.num_data > self.num_data or batch.terms != self.terms or len(batch.uses) != len(self.layouts):
             return False
-        pairs = zip(batch.uses, self.layouts, strict=True)
-        return all(lay is None or lay.rows(batch.num_data) == use.form.extent(use.x)[0] for use, lay in pairs)
+        return all(map(self._same, batch.uses, self.layouts, self.extents, repeat(batch)))
+
+    def _same(self, use: Use, layout: Layout | None, extent: tuple[int, int], batch: Batch) -> bool:
+        found = use.form.extent(use.x)
+        if layout is None or self.level == "none":
+            return found == extent and batch.num_data == self.num_data
+        if self.level == "terms":
+            return layout.rows(batch.num_data * batch.terms) == prod(found)
+        return layout.rows(batch.num_data) == found[0]
 
 
 @dataclass
@@ -100,48 +112,38 @@ class Sharing:
     # ---- what is found out ---------------------------------------------------------------
     def _prove(self, batch: Batch, sites: list[Site], make: Callable[[], Statistic]) -> tuple[Statistic | None, Structure]:
         """Find what may share an output vector: from the cheapest hypothesis to the one that is always true."""
-        nothing: tuple[Layout | None, ...] = (None,) * len(batch.uses)
-        if self.fisher.unit == "term" and batch.terms > 1 and not self.by_datum:
-            statistic, separate, _ = self._attempt("terms", batch, sites, make())
-            if separate:
-                return statistic, Structure("terms", nothing, batch.num_data)
+        by_term = self.fisher.unit == "term" and not self.by_datum
+        if by_term and self.fisher.kind == "type-2":
+            statistic, found = self._feed_proving(batch, sites, make())
+            if found.separate:
+                return statistic, found.structure("terms", batch)
+        elif by_term and batch.terms > 1 and (found := self._probe("terms", batch)).separate:
+            return None, found.structure("terms", batch)
+        found = self._probe("data", batch)
         if self.by_datum:
-            separate, layouts = self._probe(batch)
-            statistic = None
-        else:
-            statistic, separate, layouts = self._attempt("data", batch, sites, make())
-        return statistic if separate else None, Structure("data" if separate else "none", layouts, batch.num_data)
+            _check_regular(found, batch)
+        return None, found.structure("data" if found.separate else "none", batch)
 
-    def _attempt(
-        self, level: str, batch: Batch, sites: list[Site], statistic: Statistic
-    ) -> tuple[Statistic, bool, tuple[Layout | None, ...]]:
-        """Feed the statistic in proving passes; say whether the proof held."""
-        units = batch.num_data * (batch.terms if level == "terms" else 1)
-        per_unit = batch.terms if level == "data" and self.fisher.unit == "term" else 1
-        codes = proving_codes(units, per_unit * batch.vectors.count)
+    def _feed_proving(self, batch: Batch, sites: list[Site], statistic: Statistic) -> tuple[Statistic, Verdict]:
+        """Feed the statistic in passes that prove, on the way, that loss terms may share them."""
+        codes = proving_codes(batch.num_data * batch.terms, batch.vectors.count)
         seen = self._observation(batch, sites, (None,) * len(batch.uses), False)
         statistic.on_inputs(seen)
-        reached: dict[Use, list[Tensor]] = {u: [] for u in batch.uses}
-        for index in self._indices(level, codes, batch):
-            gradients = batch.backward(batch.vectors.at(index))
-            statistic.on_cotangents(seen, gradients, codes.scale**2)
-            _note(reached, gradients, by_position=level == "terms")
-        return statistic, *_verdict(reached, codes, batch, level)
-
-    def _probe(self, batch: Batch) -> tuple[bool, tuple[Layout | None, ...]]:
-        codes = proving_codes(batch.num_data, 1)
-        reached: dict[Use, list[Tensor]] = {u: [] for u in batch.uses}
+        reached = Reached(batch, by_position=True)
         for assign in codes.assign:
-            index = assign.unsqueeze(1).expand(-1, batch.terms)
-            _note(reached, batch.backward(batch.vectors.probe(index)), by_position=False)
-        separate, layouts = _verdict(reached, codes, batch, "data")
-        if separate and any(lay is None and rows for lay, rows in zip(layouts, reached.values(), strict=True)):
-            irregular = [u.names for u, lay in zip(batch.uses, layouts, strict=True) if lay is None]
-            raise NotImplementedError(
-                f"The rows of the operations on {irregular} belong to single data, but in no regular order (routed or packed "
-                "tokens), so they cannot be averaged by datum. Use kfac_approx='expand'."
-            )
-        return separate, layouts
+            gradients = batch.backward(batch.vectors.mixed(assign.reshape(batch.num_data, batch.terms)))
+            statistic.on_cotangents(seen, gradients, codes.scale**2)
+            reached.note(gradients)
+        return statistic, reached.verdict(codes)
+
+    def _probe(self, level: str, batch: Batch) -> Verdict:
+        """Find out with generic vectors whether units share rows."""
+        codes = proving_codes(batch.num_data * (batch.terms if level == "terms" else 1), 1)
+        reached = Reached(batch, by_position=level == "terms")
+        for assign in codes.assign:
+            index = assign.reshape(batch.num_data, -1).expand(-1, batch.terms)
+            reached.note(batch.backward(batch.vectors.probe(index)))
+        return reached.verdict(codes)
 
     def _indices(self, level: str, codes: Codes, batch: Batch) -> Iterable[Tensor]:
         return term_indices(codes, batch.num_data, batch.terms, batch.vectors.count, level, self.fisher.unit)
@@ -157,31 +159,66 @@ def _feed_all(statistic: Statistic, seen: Observation, batch: Batch) -> Statisti
     return statistic
 
 
-def _note(reached: dict[Use, list[Tensor]], gradients: dict[Use, Tensor], *, by_position: bool) -> None:
-    for use, passes in reached.items():
-        M, S = use.form.extent(use.x)
-        if use in gradients:
-            rows = (use.form.cotangents(gradients[use]) != 0).any(3).any(0)  # [M, S]
-        else:
-            rows = torch.zeros(M, S, dtype=torch.bool, device=use.x.device)
-        passes.append(rows.flatten() if by_position else rows.any(1))
+@dataclass(frozen=True)
+class Verdict:
+    """Whether no row is reached by two units; the layouts of the rows; the number of data this was seen on."""
+
+    separate: bool
+    layouts: tuple[Layout | None, ...]
+    proven: int
+
+    def structure(self, level: str, batch: Batch) -> Structure:
+        """Return what later batches may rely on."""
+        extents = tuple(u.form.extent(u.x) for u in batch.uses)
+        return Structure(level, self.layouts, extents, self.proven, batch.terms)
 
 
-def _verdict(
-    reached: dict[Use, list[Tensor]], codes: Codes, batch: Batch, level: str
-) -> tuple[bool, tuple[Layout | None, ...]]:
-    """Whether no row is reached by two units, and the layouts of the rows."""
-    separate, layouts = True, []
-    for passes in reached.values():
-        active = torch.stack(passes) if passes else codes.assign.new_zeros(0, 0, dtype=torch.bool)
-        layout = find_layout(active, codes) if passes else None
-        layouts.append(layout)
-        if layout is None and passes:
-            other = Codes(_swapped(codes.assign, batch), codes.scale) if level == "terms" else codes
-            separate &= find_layout(active, other) is not None or is_owned(active, codes)
-    return separate, tuple(layouts)
+class Reached:
+    """Notes which rows of which use receive a gradient in which pass.
+
+    Args:
+        batch: The batch.
+        by_position: Tell the positions of a row apart, too (units are loss terms).
+    """
+
+    def __init__(self, batch: Batch, *, by_position: bool) -> None:
+        self._batch, self._by_position = batch, by_position
+        self._passes: list[list[Tensor]] = [[] for _ in batch.uses]
+
+    def note(self, gradients: dict[Use, Tensor]) -> None:
+        """Take in one backward pass."""
+        for use, passes in zip(self._batch.uses, self._passes, strict=True):
+            if use in gradients:
+                rows = (use.form.cotangents(gradients[use]) != 0).any(3).any(0)  # [M, S]
+            else:
+                rows = torch.zeros(use.form.extent(use.x), dtype=torch.bool, device=use.x.device)
+            passes.append(rows.flatten() if self._by_position else rows.any(1))
+
+    def verdict(self, codes: Codes) -> Verdict:
+        """Conclude."""
+        separate, layouts, evidence = True, [], False
+        for passes in self._passes:
+            active = torch.stack(passes)
+            evidence |= bool(active.any())
+            layout = find_layout(active, codes)
+            if layout is None:
+                separate &= self._irregular(active, codes)
+            layouts.append(layout)
+        return Verdict(separate, tuple(layouts), self._batch.num_data if evidence else 0)
+
+    def _irregular(self, active: Tensor, codes: Codes) -> bool:
+        """Whether the rows are in the order (term, datum), or in none but still separate."""
+        if self._by_position:
+            grid = codes.assign.reshape(-1, self._batch.num_data, self._batch.terms)
+            if find_layout(active, Codes(grid.mT.reshape(len(grid), -1), codes.scale)) is not None:
+                return True
+        return is_owned(active, codes)
 
 
-def _swapped(assign: Tensor, batch: Batch) -> Tensor:
-    """Reorder units ``(n, t)`` to ``(t, n)``."""
-    return assign.reshape(-1, batch.num_data, batch.terms).mT.reshape(len(assign), -1)
+def _check_regular(found: Verdict, batch: Batch) -> None:
+    irregular = [list(u.names) for u, lay in zip(batch.uses, found.layouts, strict=True) if lay is None]
+    if found.separate and irregular:
+        raise NotImplementedError(
+            f"The rows of the operations on {irregular} belong to single data, but in no regular order (routed or packed "
+            "tokens), so they cannot be averaged by datum. Use kfac_approx='expand'."
+        )

@@ -67,6 +67,16 @@ class Vectors:
             return self._view.column(self._data.new_full((self._view.N, self._view.T), i))
         return self._draw(i)
 
+    def mixed(self, index: Tensor) -> Tensor:
+        """Return type-2 vectors after a rotation of the columns of ``H^{1/2}``: as good, and generic.
+
+        A column may miss a branch of the model that serves other outputs; a mixture of all columns misses nothing.
+        """
+        V, index = self.count, index.reshape(self._view.N, self._view.T).to(self._data.device)
+        generator = torch.Generator().manual_seed(self.fisher.seed)
+        Q = torch.linalg.qr(torch.randn(V, V, generator=generator, dtype=torch.float64)).Q.to(index.device)
+        return self._view.root(torch.where(index.unsqueeze(-1) >= 0, Q[index.clamp(min=0)], 0.0))
+
     def probe(self, index: Tensor) -> Tensor:
         """Return a generic vector on the loss terms with ``index >= 0``: it finds out what they reach."""
         like = self._view.gradient()

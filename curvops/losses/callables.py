@@ -50,7 +50,7 @@ class CallableView(OutputView):
         """Return a leaf and the gradient of the value with respect to it, zero where autograd finds no path."""
         leaf = self.x.clone().requires_grad_()
         # A copy, because a callable may work in place on its argument.
-        value = self.value(leaf.clone()) if self.N else leaf.sum()
+        value = self.value(leaf.clone())
         slope = None
         if value.requires_grad:
             (slope,) = torch.autograd.grad(value, leaf, create_graph=create_graph, allow_unused=True)
@@ -109,7 +109,7 @@ class CallableView(OutputView):
         values, vectors = (torch.cat(p) for p in zip(*parts, strict=True))
         if values.min() < -round_off:
             raise ValueError(
-                f"The Hessian of {self.name} is indefinite at the output: found eigenvalues from {float(values.min()):g} "
+                f"The Hessian of {self.name} at the output is indefinite: eigenvalues from {float(values.min()):g} "
                 f"to {float(values.max()):g}, expected a loss convex in the output. Use HessianLinearOperator, "
                 "fisher_type='empirical' (gradients only), or write the loss in a convex parametrization "
                 "(nn.GaussianNLLLoss uses its expected Hessian)."
@@ -132,6 +132,8 @@ class CallableLoss(OutputLoss):
         )
 
     def total(self, output: Tensor, target: Any) -> Tensor:
+        if not len(output):
+            return output.sum()  # a mean of nothing is not a number
         if isinstance(target, Tensor) and target.is_floating_point():
             target = wide(target)
         with torch.autocast(output.device.type, enabled=False):

@@ -128,7 +128,12 @@ class ClassLoss(ModuleLoss):
         self.labels(output, target)
 
     def _total(self, output: Tensor, target: Any) -> Tensor:
-        return self.summed(output)(output.movedim(self.class_dim, 1), target.to(torch.int64))
+        if self.class_dim % output.ndim == output.ndim - 1:  # without a copy of the logits
+            x, y = output.reshape(-1, output.shape[-1]), target.reshape(-1)
+        else:
+            # torch's backward pass of nll_loss fails on what movedim returns.
+            x, y = output.movedim(self.class_dim, 1).contiguous(), target
+        return self.summed(output)(x, y.long())
 
 
 @register(nn.CrossEntropyLoss, F.cross_entropy)

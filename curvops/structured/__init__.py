@@ -19,8 +19,7 @@ from curvops.structured.shifted import Shifted as Shifted
 
 def from_state_dict(state: Mapping[str, Any]) -> LinearOperator:
     """Rebuild a structured operator from its ``state_dict()``."""
-    kinds = {"DirectSum": DirectSum, "Shifted": Shifted, "Dense": Dense, "Diagonal": Diagonal}
-    kinds |= {"Eigen": Eigen, "Kronecker": Kronecker}
+    kinds: dict[str, Any] = {c.__name__: c for c in (Dense, Diagonal, DirectSum, Eigen, Kronecker, Shifted)}
     if state["kind"] not in kinds:
         raise ValueError(f"Got a state of kind {state['kind']!r}, expected one of {sorted(kinds)}.")
     return kinds[state["kind"]].from_state_dict(state)

@@ -99,7 +99,8 @@ class Structured(LinearOperator):
         names: Names | None,
         label: str,
     ):
-        self.array = tuple(map(int, array))
+        G, o, i = map(int, array)
+        self.array = G, o, i
         self.held_dtype, self.label = held, label
         domain = (self.array,) if domain is None else domain
         super().__init__(domain, domain, dtype=dtype or held, device=device, symmetric=True, domain_names=names)

@@ -120,10 +120,12 @@ class DirectSum(LinearOperator):
         name = self.domain_names[name] if isinstance(name, int) else name
         if name not in self.domain_names:
             raise ValueError(f"Got the parameter {name!r}, expected one of {self.domain_names}.")
-        held, before = {name}, set()
-        while held != before:  # several parts may hold pieces of one parameter
+        held: set[str] = set()
+        grown = {name}
+        while held != grown:  # several parts may hold pieces of one parameter
+            held = grown
             parts = [p for p in self.parts if held.intersection(p.placement.names)]
-            before, held = held, {n for p in parts for n in p.placement.names}
+            grown = {n for p in parts for n in p.placement.names}
         kept = {n: s for n, s in zip(self.domain_names, self.domain, strict=True) if n in held}
         return DirectSum(tuple(kept.values()), tuple(kept), parts)
 

@@ -47,7 +47,7 @@ class Kronecker(Structured):
         dtype = dtype or given[0].dtype
         held = wide(given[0].dtype if given else dtype)
         B, A = (F if F is None else (F if F.ndim == 3 else F.unsqueeze(0)).to(held) for F in (B, A))
-        shape = _shape(B, A) if shape is None else tuple(map(int, shape))
+        shape = _shape(B, A) if shape is None else shape
         _check_factor(B, "B", shape[0], shape[1], label)
         _check_factor(A, "A", shape[0], shape[2], label)
         device = given[0].device if given else torch.device(device or "cpu")
@@ -98,9 +98,8 @@ class Kronecker(Structured):
 
     def _diagonals(self) -> tuple[Tensor, Tensor]:
         _, o, i = self.array
-        return tuple(
-            self._ones(n) if F is None else F.diagonal(dim1=-2, dim2=-1) for F, n in ((self.B, o), (self.A, i))
-        )
+        b, a = (self._ones(n) if F is None else F.diagonal(dim1=-2, dim2=-1) for F, n in ((self.B, o), (self.A, i)))
+        return b, a
 
     def diagonal(self) -> Tensor:
         b, a = self._diagonals()
