@@ -23,6 +23,13 @@ from curvops._scalars import is_scalar, real_scalar, wide
 _CHUNK = 512
 
 
+def algebra() -> Any:
+    """Return the module of sums and products, which itself builds on this one."""
+    from curvops import _algebra
+
+    return _algebra
+
+
 class LinearOperator(ScipyLinearOperator, ABC):
     """A scipy linear operator whose products run in torch.
 
@@ -134,8 +141,6 @@ class LinearOperator(ScipyLinearOperator, ABC):
             raise ValueError("Multiply by a scalar with *, not @.")
         return self._adjoint()._product(x, leading=True) if is_torch(x) else super()._rdot(x)
 
-    # Algebra
-
     def __mul__(self, x: Any) -> Any:
         return self._scale(self._scalar(x)) if is_scalar(x) else self @ x
 
@@ -191,26 +196,17 @@ class LinearOperator(ScipyLinearOperator, ABC):
         return real_scalar(x, wide(self.torch_dtype))
 
     def _identity(self) -> LinearOperator:
-        from curvops._algebra import Identity
+        return algebra().Identity(self)
 
-        return Identity(self)
-
-    # A structure overrides these three where the result has the structure, too.
-
+    # A structure overrides the next three where the result has the structure, too.
     def _plus(self, other: LinearOperator) -> LinearOperator:
-        from curvops._algebra import Sum
-
-        return Sum(self, other)
+        return algebra().Sum(self, other)
 
     def _scale(self, s: float | Tensor) -> LinearOperator:
-        from curvops._algebra import Scaled
-
-        return Scaled(self, s)
+        return algebra().Scaled(self, s)
 
     def _compose(self, other: LinearOperator) -> LinearOperator:
-        from curvops._algebra import Product
-
-        return Product(self, other)
+        return algebra().Product(self, other)
 
     # Queries
 
@@ -239,14 +235,11 @@ class LinearOperator(ScipyLinearOperator, ABC):
 
     def frobenius_norm(self) -> Tensor:
         """Return the Frobenius norm; costs N products unless the operator knows better."""
-        squares = [rows.to(wide(self.torch_dtype)).square().sum() for _, rows in self._unit_rows()]
-        return torch.stack(squares).sum().sqrt()
+        return torch.stack([rows.to(wide(self.torch_dtype)).norm() for _, rows in self._unit_rows()]).norm()
 
     def block(self, name: str | int) -> LinearOperator:
         """Return the diagonal block of one block of the domain, by name or position."""
-        from curvops._algebra import Block
-
-        return Block(self, name)
+        return algebra().Block(self, name)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
         """Return the operator for vectors of another device or dtype.
@@ -260,9 +253,7 @@ class LinearOperator(ScipyLinearOperator, ABC):
         return self if (device, dtype) == (self.device, self.torch_dtype) else self._to(device, dtype)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> LinearOperator:
-        from curvops._algebra import Converted
-
-        return Converted(self, device, dtype)
+        return algebra().Converted(self, device, dtype)
 
     def to_scipy(self, dtype: Any = None) -> ScipyLinearOperator:
         """Return a plain scipy operator that declares ``dtype`` (ARPACK picks its routines by it)."""
@@ -306,4 +297,3 @@ class LinearOperator(ScipyLinearOperator, ABC):
     def _require_square(self, what: str) -> None:
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"{what} needs a square operator, got shape {self.shape}.")
-

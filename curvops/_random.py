@@ -75,9 +75,9 @@ def uniform(seed: int, *keys: Key, device: torch.device | str | None = None) -> 
 def normal(seed: int, *keys: Key, device: torch.device | str | None = None) -> Tensor:
     """Return standard normal draws (Box and Muller); arguments as for :func:`uniform`."""
     z = _hash(seed, keys, device)
-    # 1 - u lies in (0, 1], where the logarithm is finite.
+    # 1 - u lies in (0, 1], where the logarithm is finite. The second hash is none that a further key could give.
     radius = (-2.0 * torch.log1p(-_unit(z))).sqrt()
-    return radius * torch.cos(2.0 * math.pi * _unit(_mix(z + _GAMMA)))
+    return radius * torch.cos(2.0 * math.pi * _unit(_mix(z + _M2)))
 
 
 def signs(seed: int, *keys: Key, device: torch.device | str | None = None) -> Tensor:

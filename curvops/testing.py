@@ -55,6 +55,69 @@ def check_operator(
             _close(clone.to_dense(), M, M, rtol, f"to_dense of {text}")
 
 
+def check_closed_forms(
+    op: LinearOperator, dense: Tensor, *, rtol: float | None = None, singular: bool = False, seed: int = 0
+) -> None:
+    """Check every closed form of a symmetric positive semidefinite operator, of its shift, its double and its inverse.
+
+    Args:
+        op: The operator.
+        dense: The matrix it should be.
+        rtol: Tolerance, relative to the size of the result; by default what rounding in the operator's dtype explains.
+        singular: Whether the matrix is singular; then ``logdet`` is ``-inf``, and inverses without damping are refused.
+        seed: Seed of the samples (the global generators are not touched).
+
+    Raises:
+        AssertionError: Naming the closed form that failed.
+    """
+    M = torch.as_tensor(dense).detach().cpu().double()
+    rtol = 10 * _RTOL[op.torch_dtype] if rtol is None else rtol
+    damping = 0.1 * M.diagonal().mean().item() or 0.1
+    eye = torch.eye(len(M), dtype=M.dtype)
+    inverse = torch.linalg.inv(M + damping * eye)
+    generator = torch.Generator(op.device).manual_seed(seed)
+    _check_spectrum("op", op, M, rtol, generator, singular)
+    _check_spectrum("op.shift", op.shift(damping), M + damping * eye, rtol, generator)
+    _check_spectrum("2 * op", 2 * op, 2 * M, rtol, generator, singular)
+    _check_spectrum("op.inverse", op.inverse(damping), inverse, rtol, generator)
+    _check_spectrum("op.inverse.inverse", op.inverse(damping).inverse(), M + damping * eye, rtol, generator)
+    for ask in (op.inverse, lambda: op.power(-0.5)) if singular else ():
+        try:
+            ask()
+        except ValueError as error:
+            reason = str(error)
+        else:
+            raise AssertionError("a singular operator was inverted without damping")
+        assert "damping" in reason, f"refused without saying what to do: {reason}"
+
+
+def _check_spectrum(
+    text: str, op: LinearOperator, M: Tensor, rtol: float, generator: torch.Generator, singular: bool = False
+) -> None:
+    values, Q = torch.linalg.eigh(M)
+    values = values.clamp(min=0)
+    half, minus = ((Q * values**p) @ Q.T for p in (1.5, -0.5))
+    _check_queries(text, op, M, rtol)
+    _close(op.eigenvalues(), values, values, rtol, f"eigenvalues of {text}")
+    if singular:
+        _equal((op.logdet().item(), op.det().item()), (-torch.inf, 0.0), f"logdet and det of singular {text}")
+    else:
+        logs = values.log()
+        _close(op.logdet()[None], logs.sum()[None], logs.abs().sum()[None], rtol, f"logdet of {text}")
+        floor = torch.finfo(op.torch_dtype).tiny  # where determinants underflow
+        _close(op.det()[None], values.prod()[None], values.prod()[None] + floor, rtol * len(M), f"det of {text}")
+        _close(op.power(-0.5).to_dense(), minus, minus, rtol, f"power(-0.5) of {text}")
+    _close(op.sqrt().to_dense() @ op.sqrt().to_dense(), M, M, rtol, f"sqrt of {text}")
+    _close(op.power(1.5).to_dense(), half, half, rtol, f"power(1.5) of {text}")
+    n = 4000
+    samples = op.sample(n, generator)
+    _equal((samples.dtype, samples.shape), (op.torch_dtype, (n, len(M))), f"dtype and shape of sample of {text}")
+    samples = samples.cpu().double()
+    error = torch.outer(M.diagonal(), M.diagonal()).add(M.square()).div(n).sqrt()
+    excess = ((samples.T @ samples / n - M).abs() - rtol * M.abs().max() - 6 * error).max()
+    assert excess <= 0, f"covariance of sample of {text}: off by more than six standard errors"
+
+
 def _expressions(op: LinearOperator, M: Tensor) -> Iterator[tuple[str, Any, Tensor]]:
     """Yield expressions in the operator, and the same in its matrix."""
     yield "op", op, M
@@ -102,7 +165,7 @@ def _check_products(text: str, op: LinearOperator, M: Tensor, rtol: float, gener
 
 
 def _forms(shapes: Any, names: Any, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Callable]]:
-    """Yield functions that bring a float64 matrix ``[D]`` or ``[D, K]`` into a form, with leading or trailing columns."""
+    """Yield functions that bring a float64 ``[D]`` or ``[D, K]`` into a form, with leading or trailing columns."""
 
     def numpy(V: Tensor, leading: bool) -> np.ndarray:
         return (V.T if leading and V.ndim == 2 else V).numpy()
@@ -130,7 +193,9 @@ def _flat(x: Any, shapes: Any, columns: bool, leading: bool) -> Tensor:
         return x.T if columns and leading else x
     parts = list(x.values()) if isinstance(x, dict) else list(x)
     parts = [v.movedim(0, -1) for v in parts] if columns and leading else parts
-    return torch.cat([v.reshape(prod(s), *v.shape[len(s) :]) for v, s in zip(parts, shapes, strict=True)])
+    for v, s in zip(parts, shapes, strict=True):
+        _equal((tuple(v.shape[: len(s)]), v.ndim), (s, len(s) + columns), "shape of a block (columns trail), and axes")
+    return torch.cat([v.flatten(0, len(s) - 1) if s else v[None] for v, s in zip(parts, shapes, strict=True)])
 
 
 def _same_form(question: Any, answer: Any, names: Any, op: LinearOperator, what: str) -> None:
@@ -207,9 +272,10 @@ def _check_refusals(op: LinearOperator, generator: torch.Generator) -> None:
         try:
             ask()
         except (TypeError, ValueError) as error:
-            assert len(str(error)) > 20, f"{what} is refused without a reason: {error!r}"
+            reason = str(error)
         else:
             raise AssertionError(f"{what} is accepted")
+        assert len(reason) > 20, f"{what} is refused without a reason: {reason!r}"
 
 
 def _copies(op: LinearOperator) -> Iterator[tuple[str, LinearOperator]]:

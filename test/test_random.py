@@ -47,7 +47,7 @@ def test_golden_values() -> None:
     """A release that changes these changes every Monte-Carlo matrix of its users."""
     assert uniform(0, 0).item() == 0.6524484863740322
     assert [normal(1, i).item() for i in range(2)] == pytest.approx(
-        [-0.33302596215950714, -1.2060995915591168], abs=1e-14
+        [0.46489580088891663, 2.1783883199240712], abs=1e-14
     )
     assert signs(2147483647, torch.arange(8)).tolist() == [1, 1, 1, 1, -1, 1, 1, -1]
 

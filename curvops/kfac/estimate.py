@@ -15,6 +15,7 @@ from curvops.kfac.collect import Collector
 from curvops.kfac.rules._base import accumulation_dtype
 from curvops.kfac.sites import slot_key
 from curvops.kfac.statistics import Factors, Sums
+from curvops.kfac.tied import is_turned, nearest_kronecker
 from curvops.structured.dense import Dense
 from curvops.structured.diagonal import Diagonal
 from curvops.structured.direct_sum import Part
@@ -93,26 +94,44 @@ class Estimate:
     # ---- as an operator ----------------------------------------------------------------------
     def parts(self) -> list[Part]:
         """Return the blocks of the operator: one for every Kronecker block, dense block, and zero."""
-        free = {n: torch.ones(prod(s), dtype=torch.bool) for n, s in self.shapes.items()}
+        covered = {n: _Entries(prod(s)) for n, s in self.shapes.items()}
         parts = []
-        for label, sums in self.labelled().items():
-            _occupy(free, sums.placement)
-            parts.append(Part(sums.placement, self._kronecker(sums, label)))
+        for label, (sums, *turned) in self.labelled().items():
+            for slot in sums.placement.slots:
+                covered[slot.name].take(slot)
+            parts.append(Part(sums.placement, self._kronecker(label, sums, *turned)))
         for name in self.dense:
-            free[name][:] = False
-            parts.append(Part(_whole(name, self.shapes[name]), self._dense(name)))
-        for name, entries in free.items():
-            if entries.any():
-                parts.append(self._zero(name, entries))
-        return parts
+            place = _whole(name, self.shapes[name])
+            covered[name].take(place.slots[0])
+            parts.append(Part(place, self._dense(name)))
+        return parts + [self._zero(n, e.free()) for n, e in covered.items() if e.count < e.numel]
 
-    def labelled(self) -> dict[str, Sums]:
-        """Return the blocks by label: the name of their first parameter, numbered where it has several blocks."""
-        names = [b.placement.slots[0].name for b in self.blocks]
+    def labelled(self) -> dict[str, list[Sums]]:
+        """Return the blocks by label: the name of their first parameter, numbered where it has several blocks.
+
+        A weight that is used in both orientations is one block with two entries.
+        """
+        groups: list[list[Sums]] = []
+        for sums in self.blocks:
+            partner = next((g for g in groups if is_turned(g[0], sums)), None)
+            if partner is None:
+                groups.append([sums])
+            else:
+                partner.append(sums)
+        names = [g[0].placement.slots[0].name for g in groups]
         labels = [n if names.count(n) == 1 else f"{n}[{names[:i].count(n)}]" for i, n in enumerate(names)]
-        return dict(zip(labels, self.blocks, strict=True))
+        return dict(zip(labels, groups, strict=True))
 
-    def _kronecker(self, sums: Sums, label: str) -> Kronecker:
+    def _kronecker(self, label: str, sums: Sums, *turned: Sums) -> Kronecker:
+        B, A = self._pair(sums, label)
+        for other in turned:
+            # B2 ⊗ A2 on the transpose is A2 ⊗ B2 on the weight.
+            B2, A2 = self._pair(other, label)
+            assert A is not None and A2 is not None
+            B, A = nearest_kronecker((B, A), (A2, B2))
+        return Kronecker(B, A, shape=sums.placement.shape, label=label, dtype=self.dtype)
+
+    def _pair(self, sums: Sums, label: str) -> tuple[Tensor, Tensor | None]:
         G, o, _ = sums.placement.shape
         wide = {"dtype": accumulation_dtype(self.dtype), "device": self.device}
         if self.options["fisher_type"] == "forward-only":
@@ -121,11 +140,11 @@ class Estimate:
             B = torch.zeros(G, o, o, **wide)
         else:
             B = sums.B / self.normalizer
-        for factor, name in ((sums.A, "input"), (sums.B, "output")):
-            if factor is not None and not torch.isfinite(factor).all():
+        for factor, name in ((sums.A, "input"), (B, "output")):
+            # Entries of a Gram matrix are bounded by its diagonal.
+            if factor is not None and not torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all():
                 raise ValueError(f"Block {label!r}: its {name} factor has NaN or infinite entries.")
-        A = None if sums.A is None else sums.A / sums.rows
-        return Kronecker(B, A, shape=sums.placement.shape, label=label, dtype=self.dtype)
+        return B, None if sums.A is None else sums.A / sums.rows
 
     def _dense(self, name: str) -> LinearOperator:
         kind, block = self.options["unsupported"], self.dense[name] / self.normalizer
@@ -201,19 +220,34 @@ def _weighted(a: Tensor | None, b: Tensor | None, u: float, v: float) -> Tensor 
 
 
 def _block_key(placement: Placement) -> tuple:
-    return tuple(slot_key(s.name, prod(s.shape), s.index) for s in placement.slots)
+    return tuple((slot_key(s.name, prod(s.shape), s.index), s.transposed) for s in placement.slots)
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> Placement:
     return Placement((Slot(name, shape, 0, 1),), (1, prod(shape), 1))
 
 
-def _occupy(free: dict[str, Tensor], placement: Placement) -> None:
-    for slot in placement.slots:
-        entries = slice(None) if slot.index is None else slot.index.cpu()
-        if not free[slot.name][entries].all():
+class _Entries:
+    """Which entries of a parameter are in a block already."""
+
+    def __init__(self, numel: int) -> None:
+        self.numel, self.count = numel, 0
+        self._parts: list[Tensor] = []
+
+    def take(self, slot: Slot) -> None:
+        """Take the entries of a slot."""
+        self.count += self.numel if slot.index is None else slot.index.numel()
+        if slot.index is not None:
+            self._parts.append(slot.index.cpu())
+        if self.count > self.numel or (self._parts and len(torch.cat(self._parts).unique()) != self.count):
             raise NotImplementedError(
                 f"Parameter {slot.name!r} is used as a whole and in parts, or with another bias in another batch; one block "
                 "cannot hold both. Leave it out of params, or choose unsupported='exact'."
             )
-        free[slot.name][entries] = False
+
+    def free(self) -> Tensor:
+        """Return which entries are in no block."""
+        free = torch.ones(self.numel, dtype=torch.bool)
+        for part in self._parts:
+            free[part] = False
+        return free

@@ -8,7 +8,7 @@ autograd graph and insists that every path into a parameter leads through a reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -141,7 +141,7 @@ class Recorder(TorchFunctionMode):
         return out
 
     def _note(self, name, func, args, kwargs, found, out, results, interval) -> None:  # noqa: ANN001 - one caller
-        names = {operand.name for operand in found}
+        names = list(dict.fromkeys(operand.name for operand in found))
         if any(is_functorch(t) for t in (*results, *_flat(args, kwargs))):
             reason = "it runs inside a functorch transform (vmap, grad, jvp, ...), which hides its inputs"
             self._refuse(names, name, reason, interval)
@@ -171,18 +171,18 @@ class Recorder(TorchFunctionMode):
         try:
             op = rule(*args, tracked=lambda t: id(t) in self._operands, **kwargs)
         except NotImplementedError as error:
-            self._refuse({o.name for o in found}, name, str(error), interval)
+            self._refuse([o.name for o in found], name, str(error), interval)
             return
         weight, bias = (None if t is None else self._operands.get(id(t)) for t in (op.weight, op.bias))
         consumed = [o for o in (weight, bias) if o is not None]
-        others = {o.name for o in found if all(o is not c for c in consumed)}
+        others = [o.name for o in found if all(o is not c for c in consumed)]
         if others:
             self._refuse(others, name, "it is used as the input of the operation, not as its weight or bias", interval)
         if consumed:
             self.uses.append(Use(name, op.form, op.x, stable_edge(out), out.shape, weight, bias))
 
-    def _refuse(self, names: set[str], function: str, reason: str, interval: tuple[int, int]) -> None:
-        self.unsupported += [Unsupported(n, function, reason, interval) for n in sorted(names)]
+    def _refuse(self, names: Iterable[str], function: str, reason: str, interval: tuple[int, int]) -> None:
+        self.unsupported += [Unsupported(n, function, reason, interval) for n in dict.fromkeys(names)]
 
     def _check_chance(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Refuse dropout and batch statistics wherever they come from: they make a prediction depend on more than its datum."""

@@ -30,7 +30,8 @@ class Site:
     @property
     def key(self) -> tuple[Key, ...]:
         """Identify the block across batches."""
-        return tuple(_key(o) for o in (self.weight, *self.biases) if o is not None)
+        weight = () if self.weight is None else (_weight_key(self.members[0][0]),)
+        return weight + tuple(map(_key, self.biases))
 
     @property
     def name(self) -> str:
@@ -61,31 +62,41 @@ class Site:
 def find_sites(uses: Sequence[Use], separate: bool) -> list[Site]:
     """Group uses into blocks.
 
-    A bias joins the block of its weight if all its uses are with that weight; otherwise it stands alone.
+    A bias joins the block of its weight if all its uses are with that weight; otherwise it stands alone. A weight used in
+    both orientations has a block for each, without biases.
 
     Args:
         uses: The uses of one forward pass.
         separate: Every bias stands alone.
 
     Raises:
-        NotImplementedError: If the uses of one weight do not have the same canonical form.
+        NotImplementedError: If the uses of one weight have canonical forms that do not fit together.
     """
-    partners: dict[Key, set[Key | None]] = {}
-    for use in uses:
-        if use.bias is not None:
-            partners.setdefault(_key(use.bias), set()).add(None if use.weight is None else _key(use.weight))
-    alone = {bias for bias, weights in partners.items() if separate or len(weights) > 1 or None in weights}
+    alone = _lonely_biases(uses, separate)
     sites: dict[Key, Site] = {}
     for use in uses:
         joint = use.bias is not None and _key(use.bias) not in alone
         if use.weight is not None:
-            site = sites.setdefault(_key(use.weight), Site(use.weight, ()))
+            site = sites.setdefault(_weight_key(use), Site(use.weight, ()))
+            _check_same_form(site, use)
             site.members.append((use, _column(site, use.bias) if joint else None))
         if use.bias is not None and not joint:
             sites.setdefault(_key(use.bias), Site(None, (use.bias,))).members.append((use, 0))
-    for site in sites.values():
-        _check_one_form(site)
     return list(sites.values())
+
+
+def _lonely_biases(uses: Sequence[Use], separate: bool) -> set[Key]:
+    """Return the biases that cannot, or shall not, share a block with a weight."""
+    partners: dict[Key, set[Key | None]] = {}
+    turns: dict[Key, set[Key]] = {}
+    for use in uses:
+        weight = None if use.weight is None else _weight_key(use)
+        if use.bias is not None:
+            partners.setdefault(_key(use.bias), set()).add(weight)
+        if use.weight is not None:
+            turns.setdefault(_key(use.weight), set()).add(weight)
+    turned = {key for keys in turns.values() if len(keys) > 1 for key in keys}
+    return {bias for bias, weights in partners.items() if separate or len(weights) > 1 or weights & (turned | {None})}
 
 
 def _column(site: Site, bias: Operand) -> int:
@@ -107,18 +118,29 @@ def slot_key(name: str, numel: int, entries: torch.Tensor | None) -> Key:
     return name, entries.flatten().sort().values.cpu().numpy().tobytes()
 
 
-def _check_one_form(site: Site) -> None:
-    if site.weight is None:
+def _weight_key(use: Use) -> Key:
+    """Identify a weight with its orientation."""
+    assert use.weight is not None
+    name, part = _key(use.weight)
+    return name, (part, _weight_slot(use).transposed)
+
+
+def _weight_slot(use: Use) -> Slot:
+    assert use.weight is not None
+    return _slot(use.weight, use.form.weight_shape(tuple(use.weight.tensor.shape)), 0, use.form.transposed)
+
+
+def _check_same_form(site: Site, use: Use) -> None:
+    if not site.members:
         return
-    use, _ = site.members[0]
-    first = _slot(use.weight, use.form.weight_shape(tuple(use.weight.tensor.shape)), 0, use.form.transposed)
-    for other, _ in site.members[1:]:
-        shape = other.form.weight_shape(tuple(other.weight.tensor.shape))
-        if not _same(first, _slot(other.weight, shape, 0, other.form.transposed), site.weight_shape == shape):
-            raise NotImplementedError(
-                f"Parameter {site.name!r} is used by {use.function} and by {other.function} in two orientations, which one "
-                "Kronecker product does not describe. Leave it out of params, or choose unsupported='exact'."
-            )
+    first = site.members[0][0]
+    assert use.weight is not None
+    same_shape = site.weight_shape == use.form.weight_shape(tuple(use.weight.tensor.shape))
+    if not _same(_weight_slot(first), _weight_slot(use), same_shape):
+        raise NotImplementedError(
+            f"Parameter {site.name!r} is used by {first.function} and by {use.function} in arrangements that one Kronecker "
+            "product does not describe. Leave it out of params, or choose unsupported='exact'."
+        )
 
 
 def _same(a: Slot, b: Slot, same_shape: bool) -> bool:

@@ -70,7 +70,8 @@ def explain(model: Model, params: Params = None, data: Iterable[tuple[Any, Any]]
         refused = {u.name: u for u in recorder.unsupported}
         details = {}
         for site in find_sites([u for u in recorder.uses if not set(u.names) & set(refused)], separate):
-            text = site_detail(site.placement.shape, [u.function for u, _ in site.members], site.placement.names)
+            functions = [u.function for u, _ in site.members]
+            text = site_detail(site.placement.shape, functions, site.placement.names, site.weight is not None)
             details |= dict.fromkeys(site.placement.names, text)
     result = Explanation()
     for name, shape in zip(risk.names, risk.shapes, strict=True):
@@ -88,9 +89,12 @@ def treatments(estimate: Estimate) -> Explanation:
     """Say what became of every parameter of an estimate."""
     details: dict[str, str] = {}
     for sums in estimate.blocks:
-        text = site_detail(sums.placement.shape, sums.uses, sums.placement.names)
+        text = site_detail(sums.placement.shape, sums.uses, sums.placement.names, sums.A is not None)
         for name in sums.placement.names:
             details[name] = f"{details[name]}; {text}" if name in details else text
+    for label, (_, *turned) in estimate.labelled().items():
+        if turned:
+            details[label] += " (both orientations: the nearest single Kronecker product)"
     result = Explanation()
     for name, shape in estimate.shapes.items():
         note = estimate.notes.get(name)
@@ -103,11 +107,11 @@ def treatments(estimate: Estimate) -> Explanation:
     return result
 
 
-def site_detail(shape: tuple[int, int, int], functions: Iterable[str], names: tuple[str, ...]) -> str:
+def site_detail(shape: tuple[int, int, int], functions: Iterable[str], names: tuple[str, ...], weighs: bool) -> str:
     """Describe a block."""
     G, o, i = shape
     calls = ", ".join(f"{f} x{k}" if k > 1 else f for f, k in Counter(functions).items())
-    parts = [calls, f"A {i}x{i}, B {o}x{o}" if i else f"B {o}x{o}"]
+    parts = [calls, f"A {i}x{i}, B {o}x{o}" if weighs else f"bias alone, B {o}x{o}"]
     if G > 1:
         parts.append(f"{G} groups")
     if len(names) > 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -37,14 +38,25 @@ class CallableView(OutputView):
         return self._factor.gather(-1, at).mT * (index >= 0).unsqueeze(-1)
 
     def _root(self, eps: Tensor) -> Tensor:
-        return (self._factor @ eps.to(self.x.dtype).mT).mT
+        with self._exact():
+            return (self._factor @ eps.to(self.x.dtype).mT).mT
 
     def _gradient(self) -> Tensor:
-        with torch.inference_mode(False), torch.enable_grad():
+        with self._exact():
             return self._slope(create_graph=False)[1].detach().reshape(self.N, 1, self.C)
 
     def hessian(self) -> Tensor:
         return self._hessian[0].unsqueeze(1)
+
+    @contextmanager
+    def _exact(self) -> Iterator[None]:
+        """Let autograd work whatever mode the caller is in, without autocast."""
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(self.layout.device.type, enabled=False),
+        ):
+            yield
 
     def _slope(self, create_graph: bool) -> tuple[Tensor, Tensor]:
         """Return a leaf and the gradient of the value with respect to it, zero where autograd finds no path."""
@@ -65,7 +77,7 @@ class CallableView(OutputView):
 
         D products with all data at once are exact if no datum meets another, which one more product checks.
         """
-        with torch.inference_mode(False), torch.enable_grad():
+        with self._exact():
             leaf, slope = self._slope(create_graph=True)
 
             def product(v: Tensor) -> Tensor:

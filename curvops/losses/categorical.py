@@ -13,6 +13,8 @@ from curvops import _random
 from curvops.losses._base import Layout, OutputView, check_tensor, count, wide
 from curvops.losses._module import ModuleLoss, register
 
+_CHUNK = 2**24  # probabilities that are summed in float64 at a time
+
 
 class CategoricalView(OutputView):
     """Terms ``sum_c q_c (- log p_c)`` with ``p = softmax(x)``: gradient ``m p - q``, Hessian ``m (diag p - p p')``.
@@ -60,10 +62,11 @@ class CategoricalView(OutputView):
 
     def _sample(self, seed: int, data: Tensor, draw: int) -> Tensor:
         """Draw labels from ``p`` by inverting its distribution function; the mass stays that of the actual target."""
-        u = _random.uniform(seed, data, draw, self._entries(1)[0])
-        cdf = self.p.to(torch.float64).cumsum(-1)
-        label = (cdf <= u * cdf[..., -1:]).sum(-1, keepdim=True).clamp(max=self.C - 1)
-        return self.mass.sqrt() * (self.p - (self.classes == label).to(self.p.dtype))
+        u = _random.uniform(seed, data, draw, self._entries(1)[0]).reshape(-1, 1)
+        rows = max(1, _CHUNK // self.C)
+        labels = [_invert(*pu) for pu in zip(self.p.flatten(0, 1).split(rows), u.split(rows), strict=True)]
+        label = torch.cat(labels).view(self.N, self.T, 1)
+        return self.mass.sqrt() * self.p.scatter_add(-1, label, -torch.ones_like(self.p[..., :1]))
 
     def _gradient(self) -> Tensor:
         return self.mass * self.p - self.weights()
@@ -71,6 +74,12 @@ class CategoricalView(OutputView):
     def hessian(self) -> Tensor:
         p = self.p
         return self.mass.unsqueeze(-1) * (torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2))
+
+
+def _invert(p: Tensor, u: Tensor) -> Tensor:
+    """Return the classes at which the distribution functions of ``p [rows, C]`` pass ``u [rows, 1]``, in float64."""
+    cdf = p.to(torch.float64).cumsum(-1)
+    return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp(max=p.shape[1] - 1)
 
 
 class ClassLoss(ModuleLoss):

@@ -32,7 +32,11 @@ class Gaussian(ModuleLoss):
             raise ValueError(
                 f"{self.name}: the model returned {len(output)} tensors, expected a pair (mean, variance)."
             )
-        mean, variance = map(self._checked, output)
+        mean, variance = self._checked(output[0]), output[1]
+        if isinstance(variance, (int, float)):
+            variance = mean.new_tensor(variance)
+        if not isinstance(variance, Tensor):
+            raise TypeError(f"{self.name}: the model returned a variance of type {type(variance).__name__}.")
         return torch.stack([mean, self._expand(variance, mean)], -1)
 
     @torch.no_grad()

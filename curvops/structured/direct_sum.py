@@ -58,6 +58,7 @@ class DirectSum(LinearOperator):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        _order: dict[str, Tensor | None] | None = None,  # of a direct sum with the same placements, checked before
     ):
         if not parts and dtype is None:
             raise TypeError("A direct sum without parts needs a dtype.")
@@ -71,7 +72,7 @@ class DirectSum(LinearOperator):
                     f"Got {part.operator!r} for {part.label!r}, expected {self.torch_dtype} on {self.device}. "
                     "Convert it with `.to(...)`."
                 )
-        self._order = _orders(self)
+        self._order = _orders(self) if _order is None else _order
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
         blocks = dict(zip(self.domain_names, V, strict=True))
@@ -93,7 +94,11 @@ class DirectSum(LinearOperator):
     def map_parts(self, f: Callable[[Part], LinearOperator]) -> DirectSum:
         """Return the direct sum of ``f(part)`` at the same places."""
         parts = [Part(p.placement, f(p)) for p in self.parts]
-        return DirectSum(self.domain, self.domain_names, parts, dtype=self.torch_dtype, device=self.device)
+        return self._like(parts, self.device, self.torch_dtype)
+
+    def _like(self, parts: list[Part], device: torch.device, dtype: torch.dtype) -> DirectSum:
+        order = {n: None if at is None else at.to(device) for n, at in self._order.items()}
+        return DirectSum(self.domain, self.domain_names, parts, dtype=dtype, device=device, _order=order)
 
     def inverse(self, damping: Damping = 0.0, how: str = "exact") -> DirectSum:
         """Return ``(op + damping I)^-1``, part by part.
@@ -138,7 +143,7 @@ class DirectSum(LinearOperator):
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> DirectSum:
         parts = [Part(p.placement.to(device), p.operator.to(device, dtype)) for p in self.parts]
-        return DirectSum(self.domain, self.domain_names, parts, dtype=dtype, device=device)
+        return self._like(parts, device, dtype)
 
     def _dampings(self, damping: Damping) -> dict[int, Any]:
         """Return the damping of every part, checked."""

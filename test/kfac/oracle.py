@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -92,3 +93,95 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     """Return ``|got - want| / |want|`` in the Frobenius norm (absolute if ``want`` is zero)."""
     scale = float(want.norm())
     return float((got - want).norm()) / (scale or 1.0)
+
+
+def tapped(model, modules: Sequence[nn.Module], X) -> tuple[Tensor, list[tuple[nn.Module, Tensor, Tensor]]]:
+    """Return the prediction, and module, input and output of every call of the given modules."""
+    calls: list[tuple[nn.Module, Tensor, Tensor]] = []
+    hooks = [m.register_forward_hook(lambda m, args, out: calls.append((m, args[0], out))) for m in modules]
+    try:
+        return model(X), calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def loss_terms(loss, out: Tensor) -> Tensor:
+    """Return for every loss term, datum by datum, the flat indices ``[N * T, C]`` of its entries."""
+    index = torch.arange(out.numel()).reshape(out.shape if out.ndim > 1 else (-1, 1))
+    axis = 1 if isinstance(loss, nn.CrossEntropyLoss) else -1
+    return index.movedim(axis, -1).reshape(-1, index.shape[axis])
+
+
+def output_vectors(loss, out: Tensor, y: Tensor, fisher: str) -> list[Tensor]:
+    """Return vectors shaped like ``out``, each of one loss term or datum, whose squares add up to the Fisher (a sum)."""
+    total = copy.copy(loss)
+    total.reduction = "sum"
+    flat, terms = torch.zeros(out.numel(), dtype=out.dtype), loss_terms(loss, out)
+    if fisher == "type-2":
+        H = output_hessian(total, out, y)
+        pieces = []
+        for index in terms:
+            values, columns = torch.linalg.eigh(H[index][:, index])
+            pieces += [(index, column) for column in (columns * values.clamp(min=0).sqrt()).T]
+    else:
+        leaf = out.detach().clone().requires_grad_()
+        gradient = torch.autograd.grad(total(leaf, y), leaf)[0].flatten()
+        units = terms if fisher == "empirical-per-term" else terms.reshape(len(out), -1)
+        pieces = [(index, gradient[index]) for index in units]
+    return [flat.index_copy(0, index, values).reshape(out.shape) for index, values in pieces]
+
+
+def kfac_factors(
+    model,
+    loss,
+    data,
+    modules: Sequence[nn.Module],
+    *,
+    fisher: str = "type-2",
+    approx: str = "expand",
+    split: Callable[[Tensor, int], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return input and output factor of linear modules that share a weight: one backward pass per loss term and column.
+
+    Args:
+        model: A module.
+        loss: A loss module with ``reduction="mean"`` or ``"sum"``.
+        data: Batches.
+        modules: The modules that hold the weight.
+        fisher: ``"type-2"``, ``"empirical"`` or ``"empirical-per-term"``.
+        approx: ``"expand"`` or ``"reduce"``.
+        split: Maps a module's input and the number of data to ``[N, S, d]``, or ``[1, R, d]`` where the data share rows;
+            batch-first if missing. Only ``"reduce"`` asks.
+    """
+    split = split or (lambda t, n: t.reshape(n, -1, t.shape[-1]))
+    with_bias = any(m.bias is not None for m in modules)
+    A, B, count, normalizer = 0.0, 0.0, 0, 0.0
+    for X, y in data:
+        out, calls = tapped(model, modules, X)
+        normalizer += 1.0 if loss.reduction == "sum" else _normalizer(loss, out.detach(), y)
+        rows = []
+        for m, x, _ in calls:
+            ones = x.new_full((*x.shape[:-1], 1 if with_bias else 0), 0.0 if m.bias is None else 1.0)
+            rows.append(split(torch.cat([x.detach(), ones], -1), len(out)))
+        if approx == "expand":
+            A = A + sum(r.flatten(0, 1).T @ r.flatten(0, 1) for r in rows)
+            count += sum(r.shape[0] * r.shape[1] for r in rows)
+        else:
+            mean = sum(r.sum(1) for r in rows) / sum(r.shape[1] for r in rows)
+            A = A + mean.T @ mean * len(out) / len(mean)
+            count += len(out)
+        for v in output_vectors(loss, out, y, fisher):
+            grads = torch.autograd.grad(out, [o for _, _, o in calls], v, retain_graph=True, allow_unused=True)
+            grads = [g.reshape(-1, g.shape[-1]) for g in grads if g is not None]
+            if approx == "reduce":
+                grads = [sum((g.sum(0, keepdim=True) for g in grads[1:]), grads[0].sum(0, keepdim=True))]
+            B = B + sum(g.T @ g for g in grads)
+    return A / count, B / (1.0 if loss.reduction == "sum" else normalizer)
+
+
+def _normalizer(loss, out: Tensor, y: Tensor) -> float:
+    """Return what torch divides this batch's mean by."""
+    total = copy.copy(loss)
+    total.reduction = "sum"
+    return float(total(out, y) / loss(out, y))

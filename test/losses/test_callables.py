@@ -65,7 +65,7 @@ def test_round_off_is_not_taken_for_concavity_or_coupling(dtype: torch.dtype) ->
     x, y = (1e3 * rand(5, 40)).to(dtype), classes(40, 5)
     view = output_loss(lambda a, b: nn.functional.cross_entropy(a, b)).view(x, y)
     view.column(torch.zeros(5, 1, dtype=torch.long))
-    cancels = output_loss(lambda a, b: (a.exp().log() - a + 0 * a.square()).sum()).view(x / 1e3, y)
+    cancels = output_loss(lambda a, b: (a.exp().log() + a).sum()).view(x / 1e3, y)
     assert cancels.column(torch.zeros(5, 1, dtype=torch.long)).abs().max() < 1e-2
 
 

@@ -5,3 +5,5 @@ from curvops.kfac.rules._base import Operation as Operation
 from curvops.kfac.rules._base import register as register
 from curvops.kfac.rules._base import rule_for as rule_for
 from curvops.kfac.rules._base import supported as supported
+
+from curvops.kfac.rules import linear as _linear  # noqa: F401 - each file registers its rules

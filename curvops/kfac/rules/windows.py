@@ -1,13 +1,18 @@
-"""Sliding windows of a convolution: sizes, patches, and sums over windows without patches."""
+"""Sliding windows of a convolution: sizes, patches, and their first and second moments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from curvops.kfac.rules._base import accumulation_dtype, add_outer_, mirror_, wide
+
+_CACHED = 2**22  #: numbers that are copied at a time on their way into a product, small enough for caches
 
 
 @dataclass(frozen=True)
@@ -17,21 +22,26 @@ class Axis:
     Pixels outside the image are zero.
     """
 
-    kernel: int
+    kernel: int = 1
     stride: int = 1
     dilation: int = 1
     left: int = 0
     right: int = 0
 
+    @property
+    def span(self) -> int:
+        """Pixels from the first to the last entry of a window."""
+        return self.dilation * (self.kernel - 1) + 1
+
     def windows(self, size: int) -> int:
         """Return how many windows an image of ``size`` pixels has."""
-        return (size + self.left + self.right - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+        return (size + self.left + self.right - self.span) // self.stride + 1
 
     def hits(self, size: int, like: Tensor) -> Tensor:
         """Return ``[kernel, size]``: 1 where an entry reads a pixel in some window, else 0."""
         pixel = torch.arange(size, device=like.device)
-        entry = torch.arange(self.kernel, device=like.device)
-        start = pixel + self.left - self.dilation * entry.unsqueeze(1)  # of the window, in padded pixels
+        entry = torch.arange(self.kernel, device=like.device).unsqueeze(1)
+        start = pixel - self.dilation * entry + self.left  # of the window, in padded pixels
         last = self.stride * (self.windows(size) - 1)
         return ((start % self.stride == 0) & (start >= 0) & (start <= last)).to(like.dtype)
 
@@ -43,19 +53,52 @@ def pad(x: Tensor, axes: Sequence[Axis]) -> Tensor:
 
 
 def patches(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Return the windows of ``x [*, *I]`` as a view ``[*, *K, *O]`` of its padded copy."""
+    """Return the windows of ``x [*, *I]`` as ``[*, *K, *O]``, a view of the padded image."""
     x, lead, n = pad(x, axes), x.ndim - len(axes), len(axes)
     for j, axis in enumerate(axes):
-        span = axis.dilation * (axis.kernel - 1) + 1
-        x = x.unfold(lead + j, span, axis.stride)[..., :: axis.dilation]  # the axis of entries goes last
+        x = x.unfold(lead + j, axis.span, axis.stride)[..., :: axis.dilation]  # the axis of entries goes last
     return x.permute(*range(lead), *range(lead + n, lead + 2 * n), *range(lead, lead + n))
 
 
 def window_sums(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Return the sum of all windows of ``x [*, *I]`` as ``[*, *K]``, axis by axis and without patches.
+    """Return the sum over the windows of ``x [*, *I]`` as ``[*, *K]``, axis by axis and without patches.
 
-    An entry reads a pixel in one window at most, so the sum over windows is a 0/1 matrix per axis.
+    An entry reads a pixel in one window at most, so along an axis the sum is a product with a 0/1 matrix.
     """
     for j, axis in enumerate(reversed(axes), start=1):
         x = (x.movedim(-j, -1) @ axis.hits(x.shape[-j], x).mT).movedim(-1, -j)
     return x
+
+
+def channel_gram(x: Tensor) -> Tensor:
+    """Return ``sum_{n, l} x x'`` of ``x [N, G, C, L]`` as ``[G, C, C]``."""
+    G, C, L = x.shape[1:]
+    A = x.new_zeros(G, C, C, dtype=accumulation_dtype(x.dtype))
+    for part in x.split(max(1, 16 * _CACHED // max(G * C * L, 1))):
+        part = wide(part)
+        if L < C or (G > 1 and C >= 256):  # few positions: gather them
+            add_outer_(A, part.permute(1, 2, 0, 3).flatten(2))
+        elif C >= 256:
+            for image in part:
+                add_outer_(A, image)
+        else:  # 6x faster than einsum at 64 x 64 x 32 x 32
+            A += (part @ part.mT).sum(0)
+    return mirror_(A)
+
+
+def patch_gram(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Return the second moment of the windows of ``x [N, G, C, *I]`` as ``[G, C * K, C * K]``, some patches at a time."""
+    n, (G, C) = len(axes), x.shape[1:3]
+    d = C * prod(axis.kernel for axis in axes)
+    A = x.new_zeros(G, d, d, dtype=accumulation_dtype(x.dtype))
+    for part in _portions(patches(x, axes), 3 + n):
+        add_outer_(A, wide(part).movedim(0, 2 + n).reshape(G, d, -1))
+    return mirror_(A)
+
+
+def _portions(P: Tensor, axis: int) -> Iterator[Tensor]:
+    """Split patches by images, and one large image along ``axis`` too."""
+    images = max(1, _CACHED // max(P[:1].numel(), 1))
+    rows = max(1, _CACHED * P.shape[axis] // max(P[:1].numel(), 1))
+    for part in P.split(images):
+        yield from part.split(rows, axis) if images == 1 else [part]

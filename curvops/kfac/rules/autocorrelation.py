@@ -1,0 +1,184 @@
+"""Second moments of the windows of a convolution, without forming the windows.
+
+With stride 1 and dilation ``d``, the block of the entries ``i`` and ``j = i + δ`` of a window is, along one axis,
+
+    A[(c, i), (c', j)] = sum_m x[c, m] x[c', m + d δ],    m in a range that depends on i,
+
+so up to the ends of that range it depends on the shift δ alone: ``A`` is an autocorrelation. The image is copied once,
+as lines of positions, channels last, with zeros between the lines (:class:`_Lines`). A shift is then an offset in memory,
+and all shifts along a line are one matrix product of two *views* of that copy. Borders are exact:
+
+- along the first axis, ranges are cut where any of them begins or ends; every piece is multiplied once and added to the
+  entries whose range contains it. Products with padding never arise;
+- along the second axis, the windows that overlap the image but do not belong to the convolution are subtracted.
+
+Strides are turned into channels (``x[s q + r]`` is channel ``r`` at ``q``); the first of three axes is unfolded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvops.kfac.rules._base import accumulation_dtype
+from curvops.kfac.rules.windows import Axis, pad, patches
+
+
+def autocorrelation(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Return the second moment of the windows of ``x [*, G, C, *I]`` as ``[G, C * K, C * K]``.
+
+    Args:
+        x: Images; any number of leading axes.
+        axes: One to three axes; an axis with a stride must not be dilated.
+    """
+    if len(axes) == 3:
+        x, axes = _unfold_first(x, axes[0]), axes[1:]
+    if len(axes) == 1:
+        x, axes = x.unsqueeze(-2), (Axis(), *axes)
+    if all(axis.stride == 1 for axis in axes):
+        return _gram(x, *axes)
+    return _strided_gram(x, axes)
+
+
+def _unfold_first(x: Tensor, axis: Axis) -> Tensor:
+    """Turn the first of three axes into channels: ``[*, G, C, D, H, W] -> [O, *, G, C * K, H, W]``."""
+    P = patches(x.movedim(-3, -1), [axis])  # [*, G, C, H, W, K, O]
+    return P.movedim(-1, 0).movedim(-1, -3).flatten(-4, -3)
+
+
+def _strided_gram(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Turn strides into channels: ``[*, G, C, H, W]`` with stride s is ``[*, G, C * s * s, H / s, W / s]`` with stride 1."""
+    C, strides = x.shape[-3], [axis.stride for axis in axes]
+    units = [a if a.stride == 1 else Axis(-(-a.kernel // a.stride)) for a in axes]
+    x = pad(x, [_whole(a, u, n) for a, u, n in zip(axes, units, x.shape[-2:], strict=True)])
+    x = x.unflatten(-1, (-1, strides[1])).unflatten(-3, (-1, strides[0]))  # [*, G, C, H / s, s, W / s, s]
+    A = _gram(x.movedim((-3, -1), (-4, -3)).flatten(-5, -3), *units)
+    entry = torch.arange(A.shape[-1], device=x.device).view(C, *strides, *(u.kernel for u in units))
+    entry = entry.permute(0, 3, 1, 4, 2).flatten(3).flatten(1, 2)  # [C, s * K / s, s * K / s]
+    entry = entry[:, : axes[0].kernel, : axes[1].kernel].flatten()
+    return A.index_select(1, entry).index_select(2, entry)
+
+
+def _whole(axis: Axis, unit: Axis, size: int) -> Axis:
+    """Return the padding (or cropping, if negative) of a strided axis that makes it whole strides."""
+    if axis.stride == 1:
+        return Axis()
+    length = axis.stride * (axis.windows(size) + unit.kernel - 1)
+    return Axis(left=axis.left, right=length - size - axis.left)
+
+
+def _gram(x: Tensor, row: Axis, column: Axis) -> Tensor:
+    """Return the second moment of the windows of ``x [*, G, C, H, W]`` with strides 1."""
+    G, C, H, _ = x.shape[-4:]
+    lines = [_Lines(phase, axis) for phase, axis in _phases(x, column)]
+    K = (row.kernel, column.kernel)
+    A = x.new_zeros(G, C, *K, C, *K, dtype=accumulation_dtype(x.dtype))
+    for shift in range(row.kernel):
+        ranges = _ranges(row, H, shift)
+        pieces = {}
+        for u, v in pairwise(sorted({end for r in ranges for end in r})):
+            if any(a <= u and v <= b for a, b in ranges):
+                pieces[u, v] = sum(part.moment(u, v - u, row.dilation * shift) for part in lines)
+        for i, (a, b) in enumerate(ranges):
+            M = sum(piece for (u, v), piece in pieces.items() if a <= u and v <= b)
+            if a < b:  # [G, C, K, K', C']
+                A[:, :, i, :, :, i + shift] = M.permute(0, 1, 2, 4, 3)
+                A[:, :, i + shift, :, :, i] = M.permute(0, 4, 3, 1, 2)
+    return A.view(G, C * prod(K), C * prod(K))
+
+
+def _ranges(row: Axis, size: int, shift: int) -> list[tuple[int, int]]:
+    """For entries ``i``: the pixels that it reads while entry ``i + shift`` reads a pixel, too."""
+    first = [row.dilation * i - row.left for i in range(row.kernel - shift)]
+    ranges = [(max(f, 0), min(f + row.windows(size), size - row.dilation * shift)) for f in first]
+    return [(a, max(a, b)) for a, b in ranges]
+
+
+def _phases(x: Tensor, axis: Axis) -> Iterator[tuple[Tensor, Axis]]:
+    """Split a dilated convolution along the last axis into dense ones, on every d-th pixel."""
+    d = axis.dilation
+    windows = axis.windows(x.shape[-1])
+    for r in range(min(d, windows)):  # padded pixels and windows that leave the remainder r
+        phase = x[..., (r - axis.left) % d :: d]
+        left = max(0, -((r - axis.left) // d))
+        right = -((r - windows) // d) + axis.kernel - 1 - phase.shape[-1] - left
+        if phase.shape[-1]:  # else only padding is read
+            yield phase, Axis(axis.kernel, left=left, right=right)
+
+
+class _Lines:
+    """The rows of all images as lines of positions, channels last, with zeros after each line.
+
+    In memory ``[G, H, N, W + gap, C]``: row h of all images is one long line, so a shift by a row is as good as a shift
+    by a position, and the zeros make ``x[t] x[t + δ]'`` vanish where ``t + δ`` lies in another line.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        """Copy ``x [*, G, C, H, W]``."""
+        *batch, G, C, H, W = x.shape
+        self.kernel, self.gap, self.block = axis.kernel, axis.kernel - 1, max(1, 8 // C)
+        positions = prod(batch) * (W + self.gap)
+        self.line = -(-positions // self.block) * self.block
+        self.front = self.gap * C
+        self.flat = x.new_zeros(2 * self.front + G * H * self.line * C, dtype=accumulation_dtype(x.dtype))
+        lines = self.flat[self.front : len(self.flat) - self.front].view(G, H, self.line, C)
+        self.images = lines[:, :, :positions].unflatten(2, (prod(batch), W + self.gap))[:, :, :, :W]
+        lead = len(batch)
+        self.images.unflatten(2, batch).copy_(x.permute(lead, lead + 2, *range(lead), lead + 3, lead + 1))
+        self.outside = [*self._outside(axis, W)]
+
+    @staticmethod
+    def _outside(axis: Axis, width: int) -> Iterator[tuple[slice, slice]]:
+        """Windows that overlap the image but lie outside the padded image: their pixels, and the entries reading them."""
+        for n in range(1, axis.kernel - axis.left):
+            m = min(n, width)
+            yield slice(0, m), slice(axis.kernel - n, axis.kernel - n + m)
+        for n in range(1, axis.kernel - axis.right):
+            m = min(n, width)
+            yield slice(width - m, width), slice(n - m, n)
+
+    def moment(self, top: int, rows: int, shift: int) -> Tensor:
+        """Sum over ``rows`` rows from ``top`` on: windows of a row times windows ``shift`` rows below, ``[G, C, K, K, C]``."""
+        S, K = self._shifts(top, rows, shift), self.kernel
+        M = torch.stack([S[:, :, K - 1 - i : 2 * K - 1 - i] for i in range(K)], dim=2)
+        upper, lower = (self.images[:, r : r + rows] for r in (top, top + shift))
+        for pixels, entries in self.outside:
+            P = upper[:, :, :, pixels].flatten(3).flatten(1, 2).mT @ lower[:, :, :, pixels].flatten(3).flatten(1, 2)
+            n, C = pixels.stop - pixels.start, S.shape[1]
+            M[:, :, entries, entries] -= P.view(-1, n, C, n, C).transpose(1, 2)
+        return M
+
+    def _shifts(self, top: int, rows: int, shift: int) -> Tensor:
+        """Sum ``x[h, t] x[h + shift, t + δ]'`` over ``rows`` rows h and all t, for all δ: ``[G, C, 2 K - 1, C]``."""
+        G, _, _, _, C = self.images.shape
+        back = self.gap if shift else 0  # S is symmetric for shift = 0: half of it is enough
+        b, w = self.block, self.block + self.gap + back
+        R = self._products(top * self.line, (top + shift) * self.line - back, rows * self.line // b, w)
+        diagonals = (b * C * w * C, (w * C + 1) * C, w * C, C, 1)
+        S = R.as_strided((G, b, C, w - b + 1, C), diagonals).sum(1)
+        return S if shift else torch.cat([S[:, :, 1:].flip(2).transpose(1, 3), S], 2)
+
+    def _products(self, t: int, u: int, count: int, width: int) -> Tensor:
+        """Multiply ``count`` successive blocks of positions from ``t`` on by ``width`` positions from ``u`` on.
+
+        Windows of successive blocks overlap, which no matrix product takes; every k-th of them do not.
+        """
+        G, _, _, _, C = self.images.shape
+        b, w = self.block * C, width * C
+        k = -(-w // b)
+        size, t, u = self.images.stride(0), self.front + t * C, self.front + u * C
+        R = self.flat.new_zeros(G, b, w)
+        if G == 1 and C < 128:  # as a batch: up to 1.4x faster than one by one
+            n = count // k
+            U = self.flat.as_strided((k, n, b), (b, k * b, 1), t)
+            R += (U.mT @ self.flat.as_strided((k, n, w), (b, k * b, 1), u)).sum(0)
+            t, u, count = t + n * k * b, u + n * k * b, count - n * k
+        for r in range(min(k, count)):
+            n = -(-(count - r) // k)
+            U = self.flat.as_strided((G, n, b), (size, k * b, 1), t + r * b)
+            R.baddbmm_(U.mT, self.flat.as_strided((G, n, w), (size, k * b, 1), u + r * b))
+        return R
