@@ -83,7 +83,8 @@ def inverse_psd(M: Tensor, damping: Tensor | float, label: str = "") -> Tensor:
     # Too little damping for Cholesky to see a null space: look at the spectrum.
     values, Q = eigh_psd(M, label)
     damped = values + (damping.squeeze(-1) if damping.ndim else damping)
-    return (Q * reciprocal(damped, label).unsqueeze(-2)) @ Q.mT
+    with torch.autocast(Q.device.type, enabled=False):
+        return (Q * reciprocal(damped, label).unsqueeze(-2)) @ Q.mT
 
 
 def reciprocal(values: Tensor, label: str = "") -> Tensor:

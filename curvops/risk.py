@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -157,7 +158,7 @@ class EmpiricalRisk:
         with torch.inference_mode(False), torch.enable_grad():
             # Casting a value (never needed by the usual caller) must not become part of the graph.
             leaves = {n: nn.Parameter(_plain(p.detach()), requires_grad=True) for n, p in self.params.items()}
-            with _random_state_kept(self.device), _swapped(self.model, self.params, leaves):
+            with _eager(), _random_state_kept(self.device), _swapped(self.model, self.params, leaves):
                 yield leaves
 
     def predict(self, leaves: dict[str, Tensor], X: Any) -> Any:
@@ -276,6 +277,16 @@ def _refresh_flat_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.__dict__["_flat_weights"] = [getattr(module, n, None) for n in module._flat_weights_names]
+
+
+@contextmanager
+def _eager() -> Iterator[None]:
+    """Run compiled models eagerly: their operations must be seen, and one pass does not pay for a compilation."""
+    if "torch._dynamo" not in sys.modules:  # nothing has been compiled
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @contextmanager

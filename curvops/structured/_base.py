@@ -23,6 +23,9 @@ Decomposition = tuple[Tensor | None, Tensor | None, Tensor]
 
 def sandwich(B: Tensor | None, X: Tensor, A: Tensor | None) -> Tensor:
     """Return ``B X A'`` for ``X [K, G, o, i]``, ``B [G, p, o]`` and ``A [G, q, i]``; None is the identity."""
+    if torch.is_autocast_enabled(X.device.type):  # autocast is for models: factors keep their precision
+        with torch.autocast(X.device.type, enabled=False):
+            return sandwich(B, X, A)
     if len(X) == 1:
         if len(X[0]) == 1:  # two matrix products and nothing else
             Y = X[0, 0] if B is None else B[0] @ X[0, 0]

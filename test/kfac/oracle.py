@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -12,10 +12,28 @@ from torch.func import functional_call, hessian, jacrev
 
 
 def concatenated(data):
-    """Return all data as one batch."""
+    """Return all data as one batch; mappings keep their type."""
     xs, ys = zip(*data, strict=True)
-    join = lambda parts: {k: torch.cat([p[k] for p in parts]) for k in parts[0]} if isinstance(parts[0], dict) else torch.cat(parts)
-    return join(xs), join(ys)
+    if not isinstance(xs[0], Mapping):
+        return torch.cat(xs), torch.cat(ys)
+    return type(xs[0])({k: torch.cat([x[k] for x in xs]) for k in xs[0]}), torch.cat(ys)
+
+
+def batches(model, loss, *inputs):
+    """Return ``[(X, y), ...]`` with random targets of the kind that the loss wants for the model's predictions."""
+    return [(X, targets(loss, predictor(model)(dict(model.named_parameters()), X).detach())) for X in inputs]
+
+
+def targets(loss, out: Tensor) -> Tensor:
+    """Draw class indices (classes on axis 1), zeros and ones, or numbers."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return torch.randint(out.shape[1], out.shape[:1] + out.shape[2:])
+    return torch.rand_like(out).round() if isinstance(loss, nn.BCEWithLogitsLoss) else torch.randn_like(out)
+
+
+def shifted(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters that differ from the module's own: by up to 0.01, upwards."""
+    return {n: p.detach() + 0.01 * torch.rand_like(p) for n, p in model.named_parameters()}
 
 
 def predictor(model) -> Callable:
@@ -45,6 +63,23 @@ def dense_ggn(model, loss, params: dict[str, Tensor], data) -> Tensor:
     J = jacrev(lambda p: f(p, X))(params)
     J = torch.cat([J[n].reshape(out.numel(), -1) for n in params], 1).detach()
     return J.T @ H @ J
+
+
+def dense_ef(model, loss, params: dict[str, Tensor], data) -> Tensor:
+    """Return ``sum_n g_n g_n'`` over gradients of data, divided once by what the loss divides its sum by."""
+    total = type(loss)(reduction="sum")
+    F: Tensor | float = 0.0
+    for X, y in data:
+        for n in range(len(y)):
+            leaves = {k: p.detach().requires_grad_() for k, p in params.items()}
+            value = total(predictor(model)(leaves, X[n : n + 1]), y[n : n + 1])
+            g = torch.cat([t.flatten() for t in torch.autograd.grad(value, list(leaves.values()))])
+            F = F + torch.outer(g, g)
+    if loss.reduction == "sum":
+        return F
+    X, y = concatenated(data)
+    out = predictor(model)(params, X)
+    return (F * loss(out, y) / total(out, y)).detach()
 
 
 def block_diagonal(M: Tensor, params: dict[str, Tensor], groups: Sequence[Sequence[str]]) -> Tensor:
@@ -114,7 +149,7 @@ def loss_terms(loss, out: Tensor) -> Tensor:
 
 
 def output_vectors(loss, out: Tensor, y: Tensor, fisher: str) -> list[Tensor]:
-    """Return vectors shaped like ``out``, each of one loss term or datum, whose squares add up to the Fisher (a sum)."""
+    """Return vectors shaped like ``out``, each of one loss term or datum, whose squares sum to the Fisher."""
     total = copy.copy(loss)
     total.reduction = "sum"
     flat, terms = torch.zeros(out.numel(), dtype=out.dtype), loss_terms(loss, out)
@@ -151,8 +186,8 @@ def kfac_factors(
         modules: The modules that hold the weight.
         fisher: ``"type-2"``, ``"empirical"`` or ``"empirical-per-term"``.
         approx: ``"expand"`` or ``"reduce"``.
-        split: Maps a module's input and the number of data to ``[N, S, d]``, or ``[1, R, d]`` where the data share rows;
-            batch-first if missing. Only ``"reduce"`` asks.
+        split: Maps a module's input and the number of data to ``[N, S, d]``, or ``[1, R, d]`` where the data share
+            rows; batch-first if missing. Only ``"reduce"`` asks.
     """
     split = split or (lambda t, n: t.reshape(n, -1, t.shape[-1]))
     with_bias = any(m.bias is not None for m in modules)

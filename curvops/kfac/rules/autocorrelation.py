@@ -85,7 +85,7 @@ def _gram(x: Tensor, row: Axis, column: Axis) -> Tensor:
                 pieces[u, v] = sum(part.moment(u, v - u, row.dilation * shift) for part in lines)
         for i, (a, b) in enumerate(ranges):
             M = sum(piece for (u, v), piece in pieces.items() if a <= u and v <= b)
-            if a < b:  # [G, C, K, K', C']
+            if a < b and lines:  # [G, C, K, K', C']
                 A[:, :, i, :, :, i + shift] = M.permute(0, 1, 2, 4, 3)
                 A[:, :, i + shift, :, :, i] = M.permute(0, 4, 3, 1, 2)
     return A.view(G, C * prod(K), C * prod(K))
