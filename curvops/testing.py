@@ -78,17 +78,12 @@ def check_closed_forms(
     generator = torch.Generator(op.device).manual_seed(seed)
     _check_spectrum("op", op, M, rtol, generator, singular)
     _check_spectrum("op.shift", op.shift(damping), M + damping * eye, rtol, generator)
-    _check_spectrum("2 * op", 2 * op, 2 * M, rtol, generator, singular)
+    double: Any = 2 * op
+    _check_spectrum("2 * op", double, 2 * M, rtol, generator, singular)
     _check_spectrum("op.inverse", op.inverse(damping), inverse, rtol, generator)
     _check_spectrum("op.inverse.inverse", op.inverse(damping).inverse(), M + damping * eye, rtol, generator)
-    for ask in (op.inverse, lambda: op.power(-0.5)) if singular else ():
-        try:
-            ask()
-        except ValueError as error:
-            reason = str(error)
-        else:
-            raise AssertionError("a singular operator was inverted without damping")
-        assert "damping" in reason, f"refused without saying what to do: {reason}"
+    if singular:
+        _check_refused({"an inverse without damping": op.inverse, "a negative power": lambda: op.power(-0.5)})
 
 
 def _check_spectrum(
@@ -269,6 +264,10 @@ def _check_refusals(op: LinearOperator, generator: torch.Generator) -> None:
         "a scalar on the right of @": lambda: op @ 2.0,
         "a negative power": lambda: op**-1,
     }
+    _check_refused(questions)
+
+
+def _check_refused(questions: dict[str, Callable]) -> None:
     for what, ask in questions.items():
         try:
             ask()

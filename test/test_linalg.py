@@ -51,7 +51,9 @@ def test_R10_empty_and_one_entry() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("decompose", [_linalg.eigh, _linalg.eigh_psd, lambda M, label: _linalg.inverse_psd(M, 1.0, label)])
+@pytest.mark.parametrize(
+    "decompose", [_linalg.eigh, _linalg.eigh_psd, lambda M, label: _linalg.inverse_psd(M, 1.0, label)]
+)
 def test_R10_non_finite_entries_name_the_label(decompose, bad: float) -> None:
     M = psd(4, 2)
     M[1, 2, 0] = bad
@@ -64,7 +66,7 @@ def test_R10_matrices_that_are_not_what_they_should_be() -> None:
         _linalg.eigh(normal(4, 4), "fc")
     with pytest.raises(ValueError, match="negative eigenvalues for the block of 'fc'"):
         _linalg.eigh_psd(-psd(4), "fc")
-    with pytest.raises(ValueError, match=r"Cannot invert the matrix: it is singular in torch\.float64\. Give `damping`"):
+    with pytest.raises(ValueError, match=r"Cannot invert the matrix: it is singular in torch\.float64"):
         _linalg.inverse_psd(psd(4, rank=2), 0.0)
     M = psd(4)
     noisy = M + 1e-9 * normal(1, 4, 4)  # rounding of a narrow dtype
@@ -108,7 +110,9 @@ def test_R10_fallbacks_say_what_they_did(monkeypatch, works, attempts: int, how:
 
 
 def test_R10_results_that_are_not_finite_are_tried_again(monkeypatch) -> None:
-    monkeypatch.setattr(torch.linalg, "eigh", lambda M: tuple(t * (1 if M.dtype == F64 else torch.nan) for t in ORIGINAL(M)))
+    monkeypatch.setattr(
+        torch.linalg, "eigh", lambda M: tuple(t * (1 if M.dtype == F64 else torch.nan) for t in ORIGINAL(M))
+    )
     with pytest.warns(UserWarning, match="in float64"):
         values, _ = _linalg.eigh(psd(4).float())
     torch.testing.assert_close(values, ORIGINAL(psd(4))[0].float())
@@ -130,7 +134,7 @@ def test_R10_inverse_of_damped_matrices(size: float, rank: int | None, relative:
     inverse = _linalg.inverse_psd(M, damping)
     identity = torch.eye(6, dtype=F64)
     residual = inverse @ (M + damping * identity) - identity
-    assert residual.abs().max() < 1e-9 / relative**0.5
+    assert residual.abs().max() < 1e-13 / relative  # rounding times the condition number
     assert torch.equal(inverse, inverse.mT)
     assert torch.equal(M, before)
 

@@ -99,14 +99,14 @@ class Sharing:
         if self.known.level == "none":
             statistic.on_inputs(seen)
             for index in single_indices(batch.num_data, batch.terms, batch.vectors.count, self.fisher.unit):
-                statistic.on_cotangents(seen, batch.backward(batch.vectors.at(index)), 1.0)
+                statistic.on_cotangents(seen, batch.backward(batch.vectors.at(index)))
             return statistic
         if self.known.level == "terms" or self.fisher.unit == "datum":
             return _feed_all(statistic, seen, batch)
         statistic.on_inputs(seen)
         codes = plain_codes(batch.num_data, batch.terms * batch.vectors.count)
         for index in self._indices("data", codes, batch):
-            statistic.on_cotangents(seen, batch.backward(batch.vectors.at(index)), 1.0)
+            statistic.on_cotangents(seen, batch.backward(batch.vectors.at(index)))
         return statistic
 
     # ---- what is found out ---------------------------------------------------------------
@@ -131,8 +131,9 @@ class Sharing:
         statistic.on_inputs(seen)
         reached = Reached(batch, by_position=True)
         for assign in codes.assign:
-            gradients = batch.backward(batch.vectors.mixed(assign.reshape(batch.num_data, batch.terms)))
-            statistic.on_cotangents(seen, gradients, codes.scale**2)
+            index = assign.reshape(batch.num_data, batch.terms)
+            gradients = batch.backward(batch.vectors.mixed(index) * codes.scale)
+            statistic.on_cotangents(seen, gradients)
             reached.note(gradients)
         return statistic, reached.verdict(codes)
 
@@ -155,7 +156,7 @@ class Sharing:
 def _feed_all(statistic: Statistic, seen: Observation, batch: Batch) -> Statistic:
     statistic.on_inputs(seen)
     for i in range(batch.vectors.count):
-        statistic.on_cotangents(seen, batch.backward(batch.vectors.all(i)), 1.0)
+        statistic.on_cotangents(seen, batch.backward(batch.vectors.all(i)))
     return statistic
 
 

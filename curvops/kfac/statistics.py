@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvops.kfac.recorder import Use
-from curvops.kfac.rules._base import wide
+from curvops.kfac.rules._base import accumulation_dtype, mirror_, wide
 from curvops.kfac.schedule import Layout
 from curvops.kfac.sites import Site
 from curvops.structured.placement import Placement
@@ -43,8 +43,11 @@ class Statistic(Protocol):
     def on_inputs(self, seen: Observation) -> None:
         """Take in one forward pass."""
 
-    def on_cotangents(self, seen: Observation, gradients: dict[Use, Tensor], weight: float) -> None:
-        """Take in one backward pass: gradients of the outputs of the uses, to be squared and weighted."""
+    def on_cotangents(self, seen: Observation, gradients: dict[Use, Tensor]) -> None:
+        """Take in one backward pass: gradients of the outputs of the uses."""
+
+    def close(self) -> None:
+        """Be told that the batch is over."""
 
     def merge(self, other: Any) -> None:
         """Add the sums of other data."""
@@ -80,26 +83,34 @@ class Factors:
 
     def on_inputs(self, seen: Observation) -> None:
         """Add the input factors of one forward pass."""
-        cache: dict[Use, tuple[Tensor, Tensor]] = {}
         for site in seen.sites:
-            sums = self._of(site)
             if self.approx == "expand":
-                self._expand_inputs(site, sums, cache)
+                _expand_inputs(site, self._of(site))
             else:
-                self._reduce_inputs(site, sums, seen)
+                _reduce_inputs(site, self._of(site), seen)
 
-    def on_cotangents(self, seen: Observation, gradients: dict[Use, Tensor], weight: float) -> None:
+    def on_cotangents(self, seen: Observation, gradients: dict[Use, Tensor]) -> None:
         """Add the output factors of one backward pass."""
-        contribute = _expand_outputs if self.approx == "expand" else _reduce_outputs
-        cache: dict[Use, Tensor] = {}
+        done: dict[tuple[Use, ...], Sums] = {}
         for site in seen.sites:
-            B = contribute(site, gradients, seen, cache)
-            if B is not None:
-                sums = self._of(site)
-                sums.B = B.mul(weight) if sums.B is None else sums.B.add_(B, alpha=weight)
+            sums, uses = self._of(site), tuple(use for use, _ in site.members)
+            if uses in done:  # a bias that stands alone has the factor of its weight
+                sums.B = done[uses].B
+                continue
+            done[uses] = sums
+            if self.approx == "expand":
+                _expand_outputs(site, sums, gradients)
+            else:
+                _reduce_outputs(site, sums, gradients, seen)
+
+    def close(self) -> None:
+        """Complete output factors, of which passes fill the upper triangle only."""
+        for sums in self.sums.values():
+            if sums.B is not None:
+                mirror_(sums.B)
 
     def merge(self, other: Factors) -> None:
-        """Add the sums of other data."""
+        """Add the sums of other data, which must be closed."""
         for key, theirs in other.sums.items():
             ours = self.sums.setdefault(key, Sums(theirs.placement, theirs.uses))
             ours.rows += theirs.rows
@@ -111,75 +122,70 @@ class Factors:
             self.sums[site.key] = Sums(site.placement, tuple(use.function for use, _ in site.members))
         return self.sums[site.key]
 
-    def _expand_inputs(self, site: Site, sums: Sums, cache: dict[Use, tuple[Tensor, Tensor]]) -> None:
-        for use, column in site.members:
-            M, S = use.form.extent(use.x)
-            sums.rows += M * S
-            if site.weight is None:
-                continue
-            if use not in cache:
-                x = use.input()
-                cache[use] = use.form.input_gram(x), use.form.input_sum(x).sum(1)
-            xx, x1 = cache[use]
-            sums.A = _augmented_(sums.A, site, xx, x1, column, M * S)
 
-    def _reduce_inputs(self, site: Site, sums: Sums, seen: Observation) -> None:
-        G, _, d = site.weight_shape
-        total, positions = None, 0
-        for use, column in site.members:
-            layout = seen.layouts[use]
-            M, S = use.form.extent(use.x)
-            count = M * S // (1 if layout is None else seen.num_data)
-            positions += count
-            if site.weight is None:
-                continue
-            x = _by_datum(use.form.input_sum(use.input()), layout, seen.num_data)
-            one_hot = x.new_zeros(len(site.biases))
-            if column is not None:
-                one_hot[column] = count
-            x = torch.cat([x, one_hot.expand(G, x.shape[1], -1)], 2)
-            total = x if total is None else total + x
+def _expand_inputs(site: Site, sums: Sums) -> None:
+    G, _, d = site.weight_shape
+    for use, column in site.members:
+        M, S = use.form.extent(use.x)
+        sums.rows += M * S
+        if site.weight is None:
+            continue
+        x = use.input()
+        if sums.A is None:
+            size = d + len(site.biases)
+            sums.A = x.new_zeros(G, size, size, dtype=accumulation_dtype(x.dtype))
+        use.form.add_input_gram_(sums.A[:, :d, :d], x)
+        if column is not None:
+            j = d + column
+            sums.A[:, :d, j] += use.form.input_sum(x).sum(1)
+            sums.A[:, j, j] += M * S
+    if sums.A is not None:  # complete the rows that only have an upper triangle
+        mirror_(sums.A[:, :d, :d])
+        sums.A[:, d:, :d] = sums.A[:, :d, d:].mT
+
+
+def _reduce_inputs(site: Site, sums: Sums, seen: Observation) -> None:
+    G = site.weight_shape[0]
+    total, positions = None, 0
+    for use, column in site.members:
+        layout = seen.layouts[use]
+        M, S = use.form.extent(use.x)
+        count = M * S // (1 if layout is None else seen.num_data)
+        positions += count
+        if site.weight is None:
+            continue
+        x = _by_datum(use.form.input_sum(use.input()), layout, seen.num_data)
+        ones = x.new_zeros(len(site.biases))
+        if column is not None:
+            ones[column] = count
+        x = torch.cat([x, ones.expand(G, x.shape[1], -1)], 2)
+        total = x if total is None else total + x
+    sums.rows += seen.num_data
+    if total is not None:
+        mean = total / positions
         # A row that all data share counts for each of them.
-        sums.rows += seen.num_data
-        if total is not None:
-            mean = total / positions
-            sums.A = _plus(sums.A, mean.mT @ mean * (seen.num_data / mean.shape[1]))
+        sums.A = _plus(sums.A, mean.mT @ mean * (seen.num_data / mean.shape[1]))
 
 
-def _augmented_(A: Tensor | None, site: Site, xx: Tensor, x1: Tensor, column: int | None, rows: int) -> Tensor:
-    """Add the Gram matrix of ``(x, one-hot of the bias)`` in place."""
-    G, d = x1.shape
-    if A is None:
-        size = d + len(site.biases)
-        A = xx.new_zeros(G, size, size)
-    A[:, :d, :d] += xx
-    if column is not None:
-        j = d + column
-        A[:, :d, j] += x1
-        A[:, j, :d] += x1
-        A[:, j, j] += rows
-    return A
-
-
-def _expand_outputs(site: Site, gradients: dict[Use, Tensor], seen: Observation, cache: dict[Use, Tensor]) -> Tensor | None:
-    B = None
+def _expand_outputs(site: Site, sums: Sums, gradients: dict[Use, Tensor]) -> None:
+    G, o, _ = site.weight_shape
     for use, _ in site.members:
         if use in gradients:
-            if use not in cache:
-                cache[use] = use.form.output_gram(gradients[use])
-            B = cache[use] if B is None else B + cache[use]
-    return B
+            g = gradients[use]
+            if sums.B is None:
+                sums.B = g.new_zeros(G, o, o, dtype=accumulation_dtype(g.dtype))
+            use.form.add_output_gram_(sums.B, g)
 
 
-def _reduce_outputs(site: Site, gradients: dict[Use, Tensor], seen: Observation, cache: dict[Use, Tensor]) -> Tensor | None:
+def _reduce_outputs(site: Site, sums: Sums, gradients: dict[Use, Tensor], seen: Observation) -> None:
     total = None
     for use, _ in site.members:
         if use in gradients:
-            if use not in cache:
-                layout = None if seen.single else seen.layouts[use]
-                cache[use] = _by_datum(use.form.output_sum(gradients[use]), layout, seen.num_data)
-            total = cache[use] if total is None else total + cache[use]
-    return None if total is None else total.mT @ total
+            layout = None if seen.single else seen.layouts[use]
+            g = _by_datum(use.form.output_sum(gradients[use]), layout, seen.num_data)
+            total = g if total is None else total + g
+    if total is not None:
+        sums.B = _plus(sums.B, total.mT @ total)
 
 
 def _by_datum(sums: Tensor, layout: Layout | None, num_data: int) -> Tensor:

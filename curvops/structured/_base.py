@@ -23,8 +23,9 @@ Decomposition = tuple[Tensor | None, Tensor | None, Tensor]
 
 def sandwich(B: Tensor | None, X: Tensor, A: Tensor | None) -> Tensor:
     """Return ``B X A'`` for ``X [K, G, o, i]``, ``B [G, p, o]`` and ``A [G, q, i]``; None is the identity."""
-    if torch.is_autocast_enabled(X.device.type):  # autocast is for models: factors keep their precision
-        with torch.autocast(X.device.type, enabled=False):
+    kind = X.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):  # autocast is for models: factors keep their precision
             return sandwich(B, X, A)
     if len(X) == 1:
         if len(X[0]) == 1:  # two matrix products and nothing else

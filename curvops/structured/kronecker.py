@@ -69,7 +69,9 @@ class Kronecker(Structured):
         return {"B": self.B, "A": self.A, "shape": list(self.array)}
 
     def _scale(self, s: float | Tensor) -> LinearOperator:
-        if isinstance(s, Tensor) or s < 0 or (self.B is None and self.A is None):
+        if self.B is None and self.A is None:
+            return self._map(lambda values: values * s)
+        if isinstance(s, Tensor) or s < 0:  # the sign is unknown or negative: no longer positive semidefinite
             return super()._scale(s)
         B, A = (self.B * s, self.A) if self.B is not None else (None, self.A * s)
         scaled = Kronecker(B, A, shape=self.array, **self._place())

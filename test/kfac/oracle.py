@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, hessian, jacrev
+from torch.func import functional_call, jacrev
 
 
 def concatenated(data):
@@ -50,7 +50,9 @@ def predictor(model) -> Callable:
 def output_hessian(loss, out: Tensor, y) -> Tensor:
     """Return the Hessian of the whole-set loss at the output, ``[out.numel(), out.numel()]``."""
     n = out.numel()
-    return hessian(lambda o: loss(o.reshape(out.shape), y))(out.detach().flatten()).reshape(n, n)
+    # Reverse over reverse: forward mode loads decompositions that warn.
+    H = jacrev(jacrev(lambda o: loss(o.reshape(out.shape), y)))(out.detach().flatten())
+    return H.reshape(n, n).detach()
 
 
 def dense_ggn(model, loss, params: dict[str, Tensor], data) -> Tensor:

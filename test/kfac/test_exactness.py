@@ -1,15 +1,29 @@
-"""R1: where theory says that KFAC is exact, it is; against dense curvature, in float64."""
+"""R1: where theory says that KFAC is exact, it is; against dense matrices, in float64."""
 
 from __future__ import annotations
 
-import io
 from collections import UserDict
-from itertools import product
+from functools import partial
 from math import sqrt
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kfac.nets import (
+    NETS,
+    Keywords,
+    Then,
+    Tied,
+    UNet,
+    Whole,
+    every_approx,
+    every_loss,
+    every_mse,
+    joint_or_separate,
+    kfac,
+    mlp,
+    setting,
+)
 from kfac.oracle import (
     batches,
     block_diagonal,
@@ -22,104 +36,14 @@ from kfac.oracle import (
 )
 from torch import Tensor, nn
 
-from curvops import FisherType, KFACLinearOperator, KFACType
-from curvops.structured.kronecker import Kronecker
+from curvops import KFACLinearOperator
 
-LOSSES = {"mse": nn.MSELoss, "bce": nn.BCEWithLogitsLoss, "ce": nn.CrossEntropyLoss}
-FISHERS = ("type-2", "mc", "signs", "empirical", "empirical-per-term", "forward-only")
 TOL = 1e-11
-every_loss = pytest.mark.parametrize("loss", [LOSSES[k](reduction=r) for k in LOSSES for r in ("mean", "sum")], ids=repr)
-every_mse = pytest.mark.parametrize("loss", [nn.MSELoss(reduction=r) for r in ("mean", "sum")], ids=lambda m: m.reduction)
-joint_or_separate = pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
 
 
 @pytest.fixture(autouse=True)
 def _float64() -> None:
     torch.set_default_dtype(torch.float64)
-
-
-class Then(nn.Module):
-    """A function of the output of a net."""
-
-    def __init__(self, net: nn.Module, f) -> None:
-        super().__init__()
-        self.net, self.f = net, f
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.f(self.net(x))
-
-
-class Keywords(nn.Module):
-    """Takes the entries of a batch as keyword arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp(5, 4, 3)
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return self.net(x * scale)
-
-
-class Whole(Keywords):
-    """Takes the batch as one argument."""
-
-    def forward(self, batch) -> Tensor:
-        return super().forward(batch["x"], batch["scale"])
-
-
-class Tied(nn.Module):
-    """One weight for both halves of the input: one layer called twice, or two layers that share it."""
-
-    def __init__(self, merge, modules: int) -> None:
-        super().__init__()
-        self.first, self.merge = nn.Linear(3, 2), merge
-        self.second = self.first
-        if modules == 2:
-            self.second = nn.Linear(3, 2)
-            self.second.weight, self.second.bias = self.first.weight, self.first.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.merge([self.first(x[:, :3]), self.second(x[:, 3:])])
-
-
-class Mixing(nn.Module):
-    """Two layers on tokens ``[N, T, U, 4]`` around a non-linearity, and a fixed mixing of the tokens between them."""
-
-    def __init__(self, tokens: int = 3) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(3, 2)
-        self.register_buffer("mix", torch.randn(tokens, tokens))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.einsum("st,ntud->nsud", self.mix, self.a(x).tanh()))
-
-
-class UNet(nn.Module):
-    """Convolutions at two resolutions; the output has the higher one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.inner, self.out = nn.Conv2d(2, 3, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.max_pool2d(self.down(x).relu(), 2)
-        return self.out(F.interpolate(self.inner(h).relu(), scale_factor=2))
-
-
-def mlp(*sizes: int, act=None) -> nn.Sequential:
-    """Linear layers, with ``act`` in between."""
-    layers = [nn.Linear(i, o) for i, o in zip(sizes, sizes[1:], strict=False)]
-    return nn.Sequential(*(m for layer in layers for m in ([act(), layer] if act else [layer]))[1 if act else 0 :])
-
-
-def cnn(act=nn.Tanh) -> nn.Sequential:
-    """Two convolutions and a linear layer for inputs ``[N, 2, 5, 4]``."""
-    convs = nn.Conv2d(2, 3, (3, 2), padding=(1, 0)), nn.Conv2d(3, 2, 2, stride=(2, 1))
-    return nn.Sequential(convs[0], act(), convs[1], act(), nn.Flatten(), nn.Linear(8, 3))
-
-
-def kfac(model, loss, params, data, **options) -> KFACLinearOperator:
-    return KFACLinearOperator(model, loss, params, data, **{"fisher_type": "type-2", **options})
 
 
 def ggn_blocks(model, loss, params, data, separate: bool) -> Tensor:
@@ -174,7 +98,11 @@ SHARED = {
         (4, 8, 5),
     ),
     "pixels": ("expand", lambda: nn.Conv2d(3, 2, 4, padding=2), (3, 6, 5)),
-    "pixels, channels last": ("expand", lambda: Then(nn.Conv2d(3, 2, 4, padding=2), lambda y: y.movedim(1, -1)), (3, 6, 5)),
+    "pixels, channels last": (
+        "expand",
+        lambda: Then(nn.Conv2d(3, 2, 4, padding=2), lambda y: y.movedim(1, -1)),
+        (3, 6, 5),
+    ),
     "pooled pixels": ("reduce", lambda: Then(nn.Conv2d(3, 2, 4, padding=2), lambda y: y.mean((2, 3))), (3, 6, 5)),
 }
 
@@ -207,13 +135,13 @@ def test_R1_one_datum(loss: nn.Module, separate: bool, act: type) -> None:
 
 
 @pytest.mark.parametrize("fisher", ["mc", "signs"])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("net", ["mlp", "tokens", "cnn"])
+@every_approx
+@pytest.mark.parametrize("net", NETS)
 @every_loss
 def test_R1_draws_converge(loss: nn.Module, net: str, approx: str, fisher: str) -> None:
-    model, shape = {"mlp": (mlp(5, 4, 3, act=nn.Tanh), (5,)), "tokens": (Mixing(2), (2, 2, 4)), "cnn": (cnn(), (2, 5, 4))}[net]
+    model, *inputs = setting(net, 1, 2)
     model = Then(model, lambda y: y.movedim(-1, 1))
-    data = batches(model, loss, torch.randn(1, *shape), torch.randn(2, *shape))
+    data = batches(model, loss, *inputs)
     want = kfac(model, loss, None, data, kfac_approx=approx).to_dense()
     got = kfac(model, loss, None, data, kfac_approx=approx, fisher_type=fisher, mc_samples=3000).to_dense()
     torch.testing.assert_close(got / want.abs().max(), want / want.abs().max(), rtol=1e-1, atol=1.5e-2)
@@ -224,24 +152,108 @@ def test_R1_draws_converge(loss: nn.Module, net: str, approx: str, fisher: str) 
 @joint_or_separate
 @every_mse
 def test_R1_tied_weights(loss: nn.Module, separate: bool, sizes: tuple, modules: int) -> None:
-    for approx, merge in (("expand", lambda parts: torch.cat(parts, 1)), ("reduce", lambda parts: (parts[0] + parts[1]) / 2)):
+    for approx, merge in (
+        ("expand", lambda parts: torch.cat(parts, 1)),
+        ("reduce", lambda parts: (parts[0] + parts[1]) / 2),
+    ):
         model = Tied(merge, modules)
         data, params = batches(model, loss, *(torch.randn(n, 6) for n in sizes)), shifted(model)
         K = kfac(model, loss, params, data, kfac_approx=approx, separate_weight_and_bias=separate)
         assert relative_error(K.to_dense(), ggn_blocks(model, loss, params, data, separate)) < TOL
 
 
-@pytest.mark.parametrize("fisher", FISHERS)
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def assembled(K: KFACLinearOperator, block) -> Tensor:
+    """Put ``block(B, A)`` of every layer to its place in the space of the parameters."""
+    names, offset = {}, 0
+    for name, shape in zip(K.domain_names, K.domain, strict=True):
+        n = torch.Size(shape).numel()
+        names[name], offset = torch.arange(offset, offset + n).reshape(shape[0], -1), offset + n
+    M = torch.zeros(offset, offset)
+    for f in set(K.factors.values()):
+        index = torch.cat([names[n] for n in f.names], 1).flatten()
+        M[index[:, None], index] = block(f.output, f.input)
+    return M
+
+
+def damped(B: Tensor, A: Tensor | None, damping: float, how: str) -> Tensor:
+    """Return the inverse of a block with formulas on dense matrices."""
+
+    def shift(M: Tensor, c: float) -> Tensor:
+        return M + c * torch.eye(len(M))
+
+    if A is None or how == "exact":
+        return torch.linalg.inv(shift(B if A is None else torch.kron(B, A), damping))
+    pi = 1.0 if how == "factors" else sqrt(float(A.trace() / len(A)) / float(B.trace() / len(B)))
+    root = damping if how == "factors" else sqrt(damping)
+    return torch.kron(torch.linalg.inv(shift(B, root / pi)), torch.linalg.inv(shift(A, root * pi)))
+
+
+@pytest.mark.parametrize("how", ["exact", "heuristic", "factors"])
+@pytest.mark.parametrize("net", ["mlp", "cnn"])
+@joint_or_separate
 @every_loss
-def test_R1_flattened_outputs_change_nothing(loss: nn.Module, approx: str, fisher: str) -> None:
-    # The draws differ, as they are keyed by rows of the output: their law is the same.
-    net, random = Mixing(), fisher in ("mc", "signs")
-    flat = Then(net, lambda y: y.flatten(0, 2))
-    whole = Then(net, lambda y: y.movedim(-1, 1) if isinstance(loss, nn.CrossEntropyLoss) else y)
-    data = batches(whole, loss, torch.randn(3, 3, 2, 4), torch.randn(2, 3, 2, 4))
-    rows = [(X, y.flatten() if isinstance(loss, nn.CrossEntropyLoss) else y.flatten(0, 2)) for X, y in data]
-    options = {"fisher_type": fisher, "kfac_approx": approx, "mc_samples": 1500 if random else 1}
-    want = kfac(whole, loss, shifted(whole), data, **options).to_dense()
-    torch.manual_seed(0)
-    assert want.norm() > 0
+def test_R1_inverses(loss: nn.Module, separate: bool, net: str, how: str) -> None:
+    model, *inputs = setting(net, 2, 3)
+    data = batches(model, loss, *inputs)
+    K = kfac(model, loss, None, data, separate_weight_and_bias=separate)
+    M = assembled(K, lambda B, A: B if A is None else torch.kron(B, A))
+    assert relative_error(K.to_dense(), M) < TOL
+    for damping in (1e-2, 0.3, 5.0):
+        want = assembled(K, partial(damped, damping=damping, how=how))
+        assert relative_error(K.inverse(damping, how=how).to_dense(), want) < TOL
+    if how == "exact":
+        assert relative_error(K.inverse(1e-2).to_dense(), torch.linalg.inv(M + 1e-2 * torch.eye(len(M)))) < TOL
+
+
+@joint_or_separate
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.BCEWithLogitsLoss(reduction="sum")], ids=["mse", "bce"])
+def test_R1_trace_determinant_and_norm(loss: nn.Module, separate: bool) -> None:
+    model = mlp(3, 4, 3, act=nn.Tanh)
+    K = kfac(model, loss, None, batches(model, loss, torch.randn(40, 3)), separate_weight_and_bias=separate)
+    for op in (K, K.shift(1e-3), K.inverse(1e-2), K.inverse(1e-2, how="heuristic"), K.inverse(1e-2, how="factors")):
+        M = op.to_dense()
+        pairs = [
+            (op.trace(), M.trace()),
+            (op.frobenius_norm(), M.norm()),
+            (op.det(), M.det()),
+            (op.logdet(), M.logdet()),
+        ]
+        assert all(want != 0 and torch.isfinite(want) for _, want in pairs)
+        assert max(relative_error(*pair) for pair in pairs) < 1e-9
+
+
+@every_loss
+def test_R1_factors_inside_a_unet(loss: nn.Module) -> None:
+    model, seen = UNet(), {}
+    model.inner.register_forward_hook(lambda _, args, out: seen.update(x=args[0], y=out))
+    data = batches(model, loss, torch.randn(2, 2, 6, 4))
+    factors = kfac(model, loss, None, data).factors["inner.weight"]
+    out = model(data[0][0])
+    patches = F.unfold(seen["x"], 3, padding=1).mT.reshape(-1, 27).detach()
+    terms = torch.arange(out.numel()).reshape(out.shape).movedim(1, -1).reshape(-1, 3)
+    rows = torch.cat([patches, torch.ones(len(patches), 1)], 1)
+    A, B = term_factors(loss, out, data[0][1], rows, seen["y"], lambda g: g.movedim(1, -1).reshape(-1, 4), list(terms))
+    assert relative_error(factors.input, A) < TOL
+    assert relative_error(factors.output, B) < TOL
+
+
+@pytest.mark.parametrize(
+    ("shape", "approx", "f", "positions"),
+    [
+        ((4,), "expand", nn.Identity(), 1),
+        ((4,), "reduce", nn.Identity(), 1),
+        ((6, 4), "expand", nn.Identity(), 6),
+        ((6, 4), "reduce", lambda y: y.mean(1), 1),
+    ],
+    ids=["rows", "rows, reduce", "positions", "mean over positions"],
+)
+@joint_or_separate
+@every_mse
+def test_R1_forward_only_and_the_ggn_of_one_layer(loss, separate: bool, shape, approx: str, f, positions: int) -> None:
+    model = Then(nn.Linear(4, 3), f)
+    data, params = batches(model, loss, torch.randn(2, *shape), torch.randn(3, *shape)), shifted(model)
+    K = kfac(
+        model, loss, params, data, fisher_type="forward-only", kfac_approx=approx, separate_weight_and_bias=separate
+    )
+    factor = 2 * 5 * positions if loss.reduction == "sum" else 2 / 3
+    assert relative_error(factor * K.to_dense(), ggn_blocks(model, loss, params, data, separate)) < TOL

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
 import pytest
 import torch
+from kfac.mixing_cases import (
+    BY_MODEL,
+    CASES,
+    Case,
+    D,
+    FirstToken,
+    FlatBT,
+    FlatTB,
+    Graph,
+    Net,
+    NoMix,
+    Position,
+    Routed,
+    SequenceFirst,
+)
 from kfac.oracle import kfac_factors, relative_error
 from torch import Tensor, nn
 
@@ -17,173 +29,6 @@ from curvops.kfac.vectors import Fisher
 from curvops.risk import EmpiricalRisk
 
 FISHERS = ("type-2", "empirical", "empirical-per-term")
-D, H, C = 4, 5, 2
-
-
-class Net(nn.Module):
-    """``l2(mix(tanh(l1 x)))`` on ``[N, T, D]``, batch-first; subclasses rearrange the rows."""
-
-    def __init__(self, T: int = 6) -> None:
-        super().__init__()
-        self.l1, self.l2 = nn.Linear(D, H), nn.Linear(H, C)
-        self.M = torch.randn(T, T)
-
-    def mix(self, h: Tensor) -> Tensor:
-        T = h.shape[1]
-        return torch.einsum("ts,bsd->btd", self.M[:T, :T], h)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l2(self.mix(torch.tanh(self.l1(x))))
-
-
-class NoMix(Net):
-    def mix(self, h: Tensor) -> Tensor:
-        return h
-
-
-class FlatBT(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.l1(x.reshape(-1, D))).reshape(*x.shape[:2], H)
-        return self.l2(self.mix(h).reshape(-1, H)).reshape(*x.shape[:2], C)
-
-
-class FlatTB(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        N, T = x.shape[:2]
-        h = torch.tanh(self.l1(x.transpose(0, 1).reshape(T * N, D))).reshape(T, N, H).transpose(0, 1)
-        return self.l2(self.mix(h).transpose(0, 1).reshape(T * N, H)).reshape(T, N, C).transpose(0, 1)
-
-
-class SequenceFirst(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.l1(x.transpose(0, 1)))
-        return self.l2(self.mix(h.transpose(0, 1)).transpose(0, 1)).transpose(0, 1)
-
-
-class Position(Net):
-    """A position embedding of an ``arange``: rows that all data share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Linear(1, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        t = torch.arange(x.shape[1], dtype=x.dtype).unsqueeze(1)
-        return self.l2(self.mix(torch.tanh(self.l1(x) + self.position(t / 3))))
-
-
-class Graph(nn.Module):
-    """Two message-passing layers: every datum (a node) sees all others."""
-
-    def __init__(self, nodes: int = 6) -> None:
-        super().__init__()
-        self.l1, self.l2, self.A = nn.Linear(D, H), nn.Linear(H, C), torch.rand(nodes, nodes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        A = self.A[: len(x), : len(x)]
-        return A @ self.l2(torch.tanh(A @ self.l1(x)))
-
-
-class FirstToken(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l2(self.mix(torch.tanh(self.l1(x)))[:, 0])
-
-
-class LastTokenSequenceFirst(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l2(torch.tanh(self.l1(x.transpose(0, 1)))[-1])
-
-
-class Pooled(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.l2(torch.tanh(self.l1(x)).mean(1))
-
-
-class Recurrent(Net):
-    """One cell, called once per token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(D + H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, outputs = x.new_zeros(len(x), H), []
-        for t in range(x.shape[1]):
-            h = torch.tanh(self.cell(torch.cat([x[:, t], h], 1)))
-            outputs.append(self.l2(h) + self.l1(x[:, t])[:, :C])
-        return torch.stack(outputs, 1)
-
-
-class ClassBranches(Net):
-    """Each branch serves one class only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.l1(x).tanh().sum(-1), self.l2(self.mix(self.l1(x).sin())).sum(-1)], -1)
-
-
-class TokenBranches(Net):
-    """``l1`` serves the first token only, and sees all of them; ``l2`` the others."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.mix(torch.tanh(self.l1(x)))[:, :1, :C]
-        others = self.l2(torch.cat([x, x[..., :1]], -1))[:, 1:]
-        return torch.cat([first, others], 1)
-
-
-class Routed(nn.Module):
-    """A mixture of experts: rows are flattened, permuted and cut by what is in them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.l1, self.l2, self.l3 = nn.Linear(D, H), nn.Linear(H, C), nn.Linear(H, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.l1(x)).flatten(0, 1)
-        order, first = (x[..., 0].flatten()).argsort(), x[..., 0].numel() // 2
-        parts = torch.cat([self.l2(h[order[:first]]), self.l3(h[order[first:]])])
-        return torch.zeros_like(parts).index_copy(0, order, parts).reshape(*x.shape[:2], C)
-
-
-def flat_tb(t: Tensor, N: int) -> Tensor:
-    return t.reshape(-1, N, t.shape[-1]).transpose(0, 1)
-
-
-def shared(t: Tensor, N: int) -> Tensor:
-    return t.reshape(1, -1, t.shape[-1])
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, what its outputs look like, and how rows belong to data, by layer."""
-
-    model: type[nn.Module]
-    tokens: bool = True
-    nodes: bool = False
-    split: dict[str, Callable[[Tensor, int], Tensor]] = field(default_factory=dict)
-    reduce: bool = True
-
-    def data(self, sizes: Sequence[int], lengths: Sequence[int], target: Callable[..., Tensor]) -> list:
-        X = [torch.randn(n, D) if self.nodes else torch.randn(n, T, D) for n, T in zip(sizes, lengths, strict=True)]
-        outs = [(n, T, C) if self.tokens else (n, C) for n, T in zip(sizes, lengths, strict=True)]
-        return [(x, target(*out)) for x, out in zip(X, outs, strict=True)]
-
-
-CASES = [
-    Case(Net),
-    Case(NoMix),
-    Case(FlatBT),
-    Case(FlatTB, split={"l1": flat_tb, "l2": flat_tb}),
-    Case(SequenceFirst, split={"l1": flat_tb, "l2": flat_tb}),
-    Case(Position, split={"position": shared}),
-    Case(Graph, tokens=False, nodes=True, split={"l1": shared, "l2": shared}),
-    Case(FirstToken, tokens=False),
-    Case(LastTokenSequenceFirst, tokens=False, split={"l1": flat_tb}),
-    Case(Pooled, tokens=False),
-    Case(Recurrent),
-    Case(ClassBranches),
-    Case(TokenBranches),
-    Case(Routed, reduce=False),
-]
 BATCHES = {
     "uneven": ((4, 2), (3, 3)),
     "first smaller": ((2, 5, 3), (3, 3, 3)),
@@ -203,13 +48,10 @@ def check(case: Case, model: nn.Module, loss: nn.Module, data: list, fisher: str
         found = K.factors[f"{name}.weight"]
         assert relative_error(found.input, A) < 1e-9, (name, "input")
         assert relative_error(found.output, B) < 1e-9, (name, "output")
-    o, i = layer.weight.shape
-    block = torch.kron(B, A).reshape(o, i + 1, o, i + 1)
-    order = (slice(None, -1), -1)  # the weight's columns, then the bias'
-    want = [[block[:, r][:, :, c].flatten(2 - (r == -1)).flatten(0, (r != -1)) for c in order] for r in order]
-    dense = K.block(f"{name}.weight").to_dense()
-    assert relative_error(dense[: o * i, : o * i], want[0][0].reshape(o * i, o * i)) < 1e-9
-    assert relative_error(dense[o * i :, o * i :], want[1][1]) < 1e-9
+        place = torch.arange(len(A) * len(B)).reshape(len(B), len(A))
+        order = torch.cat([place[:, :-1].flatten(), place[:, -1]])  # the weight, then the bias
+        want = torch.kron(B, A)[order][:, order]
+        assert relative_error(K.block(f"{name}.weight").to_dense(), want) < 1e-9, name
 
 
 @pytest.mark.parametrize("batches", BATCHES)
@@ -218,3 +60,133 @@ def check(case: Case, model: nn.Module, loss: nn.Module, data: list, fisher: str
 def test_R3_factors_equal_brute_force_per_loss_term(case: Case, approx: str, fisher: str, batches: str) -> None:
     torch.set_default_dtype(torch.float64)
     check(case, case.model(), nn.MSELoss(), case.data(*BATCHES[batches], torch.randn), fisher, approx)
+
+
+LOSSES = {
+    "mse-sum": (nn.MSELoss(reduction="sum"), torch.randn),
+    "bce": (nn.BCEWithLogitsLoss(pos_weight=torch.tensor([0.3, 2.0])), lambda *s: torch.rand(*s).round()),
+    "ce": (
+        nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0]), label_smoothing=0.1),
+        lambda n, *s: torch.randint(s[-1], (n, *s[:-1])),
+    ),
+}
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", FISHERS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("model", [Net, FlatTB, Graph, FirstToken], ids=lambda m: m.__name__)
+def test_R3_every_loss(model: type[nn.Module], loss: str, fisher: str, approx: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    module, draw = LOSSES[loss]
+
+    class ClassesFirst(model):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out.movedim(-1, 1) if loss == "ce" else out
+
+    case = BY_MODEL[model]
+    check(case, ClassesFirst(), module.double(), case.data(*BATCHES["first smaller"], draw), fisher, approx)
+
+
+class Attention(nn.Module):
+    """What ``nn.MultiheadAttention`` computes, in words; ``l1`` projects queries, keys and values at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l1, self.l2 = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, D // 2)).transpose(1, 2) for t in self.l1(x).chunk(3, -1))
+        h = ((q @ k.mT) / (D // 2) ** 0.5).softmax(-1) @ v
+        return self.l2(h.transpose(1, 2).flatten(2))
+
+
+class MultiheadAttention(nn.Module):
+    def __init__(self, batch_first: bool, plain: Attention) -> None:
+        super().__init__()
+        self.batch_first, self.a = batch_first, nn.MultiheadAttention(D, 2, batch_first=batch_first)
+        names = ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")
+        self.a.load_state_dict(dict(zip(names, plain.state_dict().values(), strict=True)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.batch_first:
+            return self.a(x, x, x, need_weights=False)[0]
+        x = x.transpose(0, 1)
+        return self.a(x, x, x)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_R3_multihead_attention(fisher: str, approx: str, batch_first: bool) -> None:
+    torch.set_default_dtype(torch.float64)
+    plain = Attention()
+    model = MultiheadAttention(batch_first, plain)
+    data = [(torch.randn(n, 3, D), torch.randn(n, 3, D)) for n in (2, 3)]
+    K = KFACLinearOperator(model, nn.MSELoss(), None, data, fisher_type=fisher, kfac_approx=approx)
+    for layer, name in ((plain.l1, "a.in_proj_weight"), (plain.l2, "a.out_proj.weight")):
+        A, B = kfac_factors(plain, nn.MSELoss(), data, [layer], fisher=fisher, approx=approx)
+        assert relative_error(K.factors[name].input, A) < 1e-9
+        assert relative_error(K.factors[name].output, B) < 1e-9
+
+
+def test_R3_multihead_attention_to_other_tokens_has_a_block_for_every_projection() -> None:
+    torch.set_default_dtype(torch.float64)
+
+    class Cross(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.memory = nn.MultiheadAttention(D, 2, batch_first=True), torch.randn(1, 5, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            memory = self.memory.expand(len(x), -1, -1) + x.mean(1, keepdim=True)
+            return self.a(x, memory, memory)[0]
+
+    model, data = Cross(), [(torch.randn(n, 3, D), torch.randn(n, 3, D)) for n in (2, 3)]
+    K = KFACLinearOperator(model, nn.MSELoss(), None, data, fisher_type="type-2")
+    rows = torch.cat([torch.cat([x.flatten(0, 1), torch.ones(3 * len(x), 1)], 1) for x, _ in data])
+    query = K.factors["a.in_proj_weight[0]"]
+    assert query.names == ("a.in_proj_weight", "a.in_proj_bias")
+    assert query.output.shape == (D, D)
+    assert K.factors["a.in_proj_weight[1]"].output.shape == (2 * D, 2 * D)  # keys and values have one input
+    assert relative_error(query.input, rows.T @ rows / len(rows)) < 1e-12
+    dense = K.to_dense()
+    assert relative_error(dense[:D, D * D : 2 * D * D], torch.zeros(D, D * D)) == 0  # queries and keys: no cross terms
+    want = torch.kron(query.output, query.input).reshape(D, D + 1, D, D + 1)[:, :D, :, :D].reshape(D * D, D * D)
+    assert relative_error(dense[: D * D, : D * D], want) < 1e-12
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "empirical", "mc"])
+def test_R3_reduce_of_routed_tokens_is_refused_by_name(fisher: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    case = BY_MODEL[Routed]
+    data = case.data((4, 3), (3, 3), torch.randn)
+    with pytest.raises(NotImplementedError, match=r"l2\.weight.*no regular order.*kfac_approx='expand'"):
+        KFACLinearOperator(Routed(), nn.MSELoss(), None, data, fisher_type=fisher, kfac_approx="reduce")
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", ["mc", "signs", "forward-only"])
+def test_R3_layout_of_layers_changes_nothing(fisher: str, approx: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    model = Net()
+    data = CASES[0].data((2, 4), (3, 3), torch.randn)
+    want = KFACLinearOperator(model, nn.MSELoss(), None, data, fisher_type=fisher, kfac_approx=approx).to_dense()
+    for other in (FlatBT(), FlatTB(), SequenceFirst()):
+        other.load_state_dict(model.state_dict())
+        other.M = model.M
+        K = KFACLinearOperator(other, nn.MSELoss(), None, data, fisher_type=fisher, kfac_approx=approx)
+        assert relative_error(K.to_dense(), want) < 1e-9
+
+
+LEVELS = {NoMix: "terms", FlatBT: "data", SequenceFirst: "data", Routed: "terms", Position: "none", Graph: "none"}
+
+
+@pytest.mark.parametrize("model", LEVELS, ids=lambda m: m.__name__)
+def test_R3_output_vectors_are_shared_as_far_as_the_model_allows(model: type[nn.Module]) -> None:
+    torch.set_default_dtype(torch.float64)
+    risk = EmpiricalRisk(model(), nn.MSELoss(), None, BY_MODEL[model].data((4, 4), (3, 3), torch.randn))
+    fisher = Fisher("type-2", 1, 0)
+    collector = Collector(risk, fisher, lambda: Factors("expand"), by_datum=False, separate=False, policy="raise")
+    assert collector.run().sharing.levels == [LEVELS[model]] * 2

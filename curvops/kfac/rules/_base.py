@@ -98,6 +98,14 @@ class Form(ABC):
         """Return ``sum_s x`` as ``[G, M, d_in]``."""
         return wide(self.inputs(x)).sum(2)
 
+    def add_input_gram_(self, A: Tensor, x: Tensor) -> None:
+        """Add ``sum_{m, s} x x'`` to ``A [G, d_in, d_in]``; where only the upper triangle is, ``mirror_`` completes it."""
+        A += self.input_gram(x)
+
+    def add_output_gram_(self, B: Tensor, g: Tensor) -> None:
+        """Add ``sum_{m, s} g g'`` to ``B [G, d_out, d_out]``; where only the upper triangle is, ``mirror_`` completes it."""
+        B += self.output_gram(g)
+
     def output_gram(self, g: Tensor) -> Tensor:
         """Return ``sum_{m, s} g g'`` as ``[G, d_out, d_out]``."""
         return gram(self.cotangents(g))

@@ -17,7 +17,8 @@ Strides are turned into channels (``x[s q + r]`` is channel ``r`` at ``q``); the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from itertools import pairwise
 from math import prod
 
@@ -76,19 +77,24 @@ def _gram(x: Tensor, row: Axis, column: Axis) -> Tensor:
     G, C, H, _ = x.shape[-4:]
     lines = [_Lines(phase, axis) for phase, axis in _phases(x, column)]
     K = (row.kernel, column.kernel)
-    A = x.new_zeros(G, C, *K, C, *K, dtype=accumulation_dtype(x.dtype))
+    A = x.new_empty(G, C, *K, C, *K, dtype=accumulation_dtype(x.dtype))
     for shift in range(row.kernel):
         ranges = _ranges(row, H, shift)
         pieces = {}
         for u, v in pairwise(sorted({end for r in ranges for end in r})):
             if any(a <= u and v <= b for a, b in ranges):
-                pieces[u, v] = sum(part.moment(u, v - u, row.dilation * shift) for part in lines)
+                pieces[u, v] = _sum(part.moment(u, v - u, row.dilation * shift) for part in lines)
         for i, (a, b) in enumerate(ranges):
-            M = sum(piece for (u, v), piece in pieces.items() if a <= u and v <= b)
-            if a < b and lines:  # [G, C, K, K', C']
-                A[:, :, i, :, :, i + shift] = M.permute(0, 1, 2, 4, 3)
-                A[:, :, i + shift, :, :, i] = M.permute(0, 4, 3, 1, 2)
+            M = _sum(piece for (u, v), piece in pieces.items() if a <= u and v <= b)  # [G, C, K, K, C]
+            A[:, :, i, :, :, i + shift] = 0 if M is None else M.transpose(3, 4)
+            if shift:
+                A[:, :, i + shift, :, :, i] = 0 if M is None else M.permute(0, 4, 3, 1, 2)
     return A.view(G, C * prod(K), C * prod(K))
+
+
+def _sum(terms: Iterable[Tensor | None]) -> Tensor | None:
+    """Add tensors; nothing is ``None``."""
+    return reduce(lambda a, b: a if b is None else b if a is None else a + b, terms, None)
 
 
 def _ranges(row: Axis, size: int, shift: int) -> list[tuple[int, int]]:
