@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvops._forms import Names, Shapes, regroup
 from curvops._operator import LinearOperator
+from curvops._scalars import scalar_on
 
 
 def _agree(A: LinearOperator, B: LinearOperator, what: str) -> None:
@@ -101,7 +102,7 @@ class Scaled(LinearOperator):
         return self if self.symmetric else Scaled(self.arg._adjoint(), self.scalar)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> LinearOperator:
-        return self.arg.to(device, dtype) * self.scalar
+        return self.arg.to(device, dtype) * scalar_on(self.scalar, device)
 
     def to_dense(self) -> Tensor:
         return self.arg.to_dense() * self.scalar
@@ -187,7 +188,7 @@ class Identity(LinearOperator):
         super().__init__(shapes, shapes, dtype=dtype, device=device or "cpu", symmetric=True, domain_names=names)
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
-        return V
+        return [v.clone() for v in V]  # answers do not share memory with questions
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> LinearOperator:
         return Identity(self.domain, dtype=dtype, device=device, names=self.domain_names)

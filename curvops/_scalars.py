@@ -20,6 +20,11 @@ def is_scalar(x: Any) -> bool:
     return isinstance(x, (Number, np.generic)) or (isinstance(x, (Tensor, np.ndarray)) and x.ndim == 0)
 
 
+def scalar_on(x: float | Tensor, device: torch.device) -> float | Tensor:
+    """Return a scalar where it can multiply tensors on ``device``."""
+    return x.to(device) if isinstance(x, Tensor) else x
+
+
 def real_scalar(x: Any, dtype: torch.dtype) -> float | Tensor:
     """Return a scalar as a Python float, or as a 0-dim tensor of ``dtype`` that keeps its graph."""
     if isinstance(x, Tensor):

@@ -130,8 +130,10 @@ def test_R9_a_negative_multiple_is_no_longer_positive() -> None:
         torch.testing.assert_close(A.trace(), -M.trace(), rtol=1e-12, atol=1e-12)
         with pytest.raises(NotImplementedError, match="eigenvalues"):
             A.eigenvalues()
-    M = direct_sum()[1]
-    torch.testing.assert_close((-direct_sum()[0]).to_dense(), -M, rtol=1e-12, atol=1e-12)
+    op, M = direct_sum()
+    torch.testing.assert_close((-op).to_dense(), -M, rtol=1e-12, atol=1e-12)
+    with pytest.raises(NotImplementedError, match="logdet"):
+        (-op).logdet()
 
 
 def test_R9_submatrix() -> None:

@@ -324,6 +324,27 @@ def test_R9_answers_do_not_alias_the_operator() -> None:
     torch.testing.assert_close(op.to_dense(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+def test_R9_answers_do_not_share_memory_with_questions(name: str) -> None:
+    op = OPERATORS[name]()
+    for A in (op, op**0, 1.0 * op) if op.domain == op.range else (op,):
+        flat, blocks = normal(A.shape[1]), [normal(*s) for s in A.domain]
+        columns = flat[:, None]
+        before = flat.clone(), [v.clone() for v in blocks]
+        for y in (A @ flat, A @ columns, *(A @ blocks), torch.as_tensor(A @ flat.numpy())):
+            y.zero_()
+        assert torch.equal(flat, before[0])
+        assert all(torch.equal(a, b) for a, b in zip(blocks, before[1], strict=True))
+
+
+def test_R9_methods_compile_without_a_graph_break() -> None:
+    op, dense = direct_sum()
+    x = normal(65)
+    A = op.shift(0.5) - op.T @ op
+    compiled = torch.compile(lambda v: op.matvec(v) + A.matvec(v), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), 2 * dense @ x + x / 2 - dense @ dense @ x, rtol=1e-12, atol=1e-12)
+
+
 def test_R9_dict_of_a_module_and_order_of_keys() -> None:
     op, dense = direct_sum()
     blocks = torch.nn.ParameterDict({n: torch.nn.Parameter(normal(*s)) for n, s in zip(NAMES, op.domain, strict=True)})

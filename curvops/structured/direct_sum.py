@@ -85,7 +85,7 @@ class DirectSum(LinearOperator):
             for slot, y in zip(part.placement.slots, part.placement.pieces(Y), strict=True):
                 pieces[slot.name].append(y)
         return [
-            pieces[name][0] if (order := self._order[name]) is None else _reorder(pieces[name], order, shape)
+            _assemble(pieces[name], self._order[name], shape)
             for name, shape in zip(self.domain_names, self.domain, strict=True)
         ]
 
@@ -134,7 +134,9 @@ class DirectSum(LinearOperator):
         kept = {n: s for n, s in zip(self.domain_names, self.domain, strict=True) if n in held}
         return DirectSum(tuple(kept.values()), tuple(kept), parts)
 
-    def _scale(self, s: float | Tensor) -> DirectSum:
+    def _scale(self, s: float | Tensor) -> LinearOperator:
+        if isinstance(s, Tensor) or s < 0:  # parts may need the sign for their closed forms
+            return super()._scale(s)
         return self.map_parts(lambda p: p.operator._scale(s))
 
     def _plus(self, other: LinearOperator) -> LinearOperator:
@@ -250,6 +252,8 @@ def _order(name: str, shape: tuple[int, ...], slots: list, device: torch.device)
     return at.argsort()
 
 
-def _reorder(pieces: list[Tensor], order: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _assemble(pieces: list[Tensor], order: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    if order is None:
+        return pieces[0]
     flat = join(pieces)
     return flat.index_select(1, order).reshape(len(flat), *shape)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from curvops._operator import LinearOperator
+from curvops._scalars import scalar_on
 from curvops.structured._base import Decomposition, Structured
 
 
@@ -28,7 +29,7 @@ class Shifted(Structured):
         return self.base._multiply(X) + X * self.c
 
     def _rebuild(self, device: torch.device, held: torch.dtype, dtype: torch.dtype) -> Shifted:
-        return Shifted(self.base._rebuild(device, held, dtype), self.c)
+        return Shifted(self.base._rebuild(device, held, dtype), scalar_on(self.c, device))
 
     def _data(self) -> dict[str, Any]:
         return {"base": self.base.state_dict(), "c": self.c}

@@ -1,4 +1,4 @@
-"""Kinds of Fisher: type-2 is brute force, random ones converge to it, empirical ones are loops over data or loss terms."""
+"""Kinds of Fisher: type-2 is brute force, random ones converge to it, empirical ones loop over data or loss terms."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def tiled(batch: tuple[Any, Any], copies: int) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize("fisher_type", RANDOM)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_R4_random_kinds_converge_to_type_2_for_every_loss(name: str, fisher_type: str) -> None:
-    case, seeds, samples, copies = CASES[name], 20, 2, 60
+    case, seeds, samples, copies = CASES[name], 20, 2, 120
     reduction = case.reductions[0]
     data = tiled(merged(table_data(case)), copies)
     exact = table_kfac(case, data, reduction, fisher_type="type-2").factors
@@ -121,7 +121,7 @@ def test_R4_random_kinds_converge_to_type_2_for_every_loss(name: str, fisher_typ
     for layer in ("hidden.weight", "last.weight"):
         B, draws = exact[layer].output, torch.stack([f[layer].output for f in runs])
         assert z_scores(draws, B, seeds * samples * copies).max() < 5
-        assert abs(draws.diagonal(dim1=1, dim2=2).sum(1).mean() / B.trace() - 1) < 0.06
+        assert abs(draws.diagonal(dim1=1, dim2=2).sum(1).mean() / B.trace() - 1) < 0.08
         assert relative_error(runs[0][layer].input, exact[layer].input) < 1e-12
 
 
@@ -144,10 +144,10 @@ Y = classes(5, 5, 3, seed=61).masked_fill(unit(5, 3, seed=62) < 0.3, -100)
 X = rand(5, 3, 3, seed=63)
 
 
-def sequence_kfac(axis: int, batches: list[int], **kwargs: Any) -> KFACLinearOperator:
+def sequence_kfac(axis: int, batches: list[int], copies: int = 1, **kwargs: Any) -> KFACLinearOperator:
     p, forward = mixed(axis)
     loss = nn.CrossEntropyLoss(WEIGHT, label_smoothing=0.1)
-    data = list(zip(X.split(batches), Y.split(batches), strict=True))
+    data = list(zip(X.split(batches), Y.split(batches), strict=True)) if copies == 1 else tiled((X, Y), copies)
     return KFACLinearOperator(lambda p, X: forward(p, X)[0], loss, p, data, class_dim=-1, **kwargs)
 
 
@@ -178,20 +178,18 @@ def test_R4_type_2_has_no_cross_terms_and_random_kinds_converge_to_it(axis: int)
     p = {n: t.requires_grad_() for n, t in p.items()}
     out, first, h = forward(p, X)
     loss = lambda o, y: F.cross_entropy(o.movedim(-1, 1), y, WEIGHT, label_smoothing=0.1)  # noqa: E731
-    batches = [3, 2] if axis else [5]
-    K = sequence_kfac(axis, batches, fisher_type="type-2").factors
-    seeds, samples = 20, 30
-    runs = {
-        kind: [sequence_kfac(axis, batches, fisher_type=kind, mc_samples=samples, seed=s).factors for s in range(seeds)]
-        for kind in RANDOM
-    }
+    K = sequence_kfac(axis, [3, 2] if axis else [5], fisher_type="type-2").factors
+    # Copies of the data would meet where data are mixed: there, samples make up for them.
+    seeds, samples, copies = 20, 2 if axis else 30, 100 if axis else 1
+    draw = lambda kind, s: sequence_kfac(axis, [5], copies, fisher_type=kind, mc_samples=samples, seed=s)  # noqa: E731
+    runs = {kind: [draw(kind, s).factors for s in range(seeds)] for kind in RANDOM}
     for name, x, z in (("first.weight", X, first), ("second.weight", h, out)):
         rows = torch.cat([x.detach().flatten(0, 1), torch.ones(15, 1, dtype=torch.float64)], 1)
         A, B = term_factors(loss, out, Y, rows, z, lambda g: g.flatten(0, 1), torch.arange(75).reshape(15, 5))
         assert relative_error(K[name].input, A) < 1e-12
         assert relative_error(K[name].output, B) < 1e-9
         for factors in runs.values():
-            z = z_scores(torch.stack([f[name].output for f in factors]), B, seeds * samples)
+            z = z_scores(torch.stack([f[name].output for f in factors]), B, seeds * samples * copies)
             assert z.max() < 5
 
 

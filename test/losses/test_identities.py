@@ -172,7 +172,7 @@ def test_A6_ignored_terms_are_exactly_zero() -> None:
 
 def test_saturated_classes_keep_their_digits() -> None:
     """p (1 - p) of a class with p close to 1, in float32."""
-    x = torch.tensor([[20.0, 0.0, 3.0, -60.0], [-800.0, 800.0, 0.0, 0.0]])
+    x = torch.tensor([[0.0, 3.0, 20.0, -60.0], [-800.0, 800.0, 0.0, 0.0]])
     view = output_loss(nn.CrossEntropyLoss()).view(x, torch.zeros(2, dtype=torch.long))
     R = torch.stack([view.column(torch.full((2, 1), j)) for j in range(3)], -1).double()
     H = R @ R.mT

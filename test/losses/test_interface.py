@@ -252,16 +252,33 @@ def test_low_precision_is_computed_in_float32_and_cast_once(loss: Any, dtype: to
     assert built.total(x, y).dtype == wide
 
 
-def test_autocast_does_not_reach_into_a_loss() -> None:
-    def loss(x: Tensor, y: Tensor) -> Tensor:
+class Mixed(nn.Module):
+    """A loss with a matrix product, which autocast would compute in bfloat16."""
+
+    reduction = "mean"
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return ((x - y) @ torch.eye(3)).square().sum(1).mean()
 
+
+@register(Mixed)
+class MixedAtOutput(Elementwise):
+    def derivatives(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * (x - y), torch.full_like(x, 2)
+
+
+@pytest.mark.parametrize("loss", [Mixed(), Mixed().forward])
+def test_autocast_does_not_reach_into_a_loss(loss: Any) -> None:
     x, y = rand(4, 3).float(), rand(4, 3, seed=1).float()
+    built = output_loss(loss)
+
+    def everything() -> list[Tensor]:
+        view = built.view(x, y)
+        return [view.gradient(), view.root(x.unsqueeze(1)), view.hessian(), built.total(x, y)]
+
     with torch.autocast("cpu", torch.bfloat16):
-        view = output_loss(loss).view(x, y)
-        inside = [view.gradient(), view.root(x.unsqueeze(1)), view.hessian()]
-    view = output_loss(loss).view(x, y)
-    for a, b in zip(inside, [view.gradient(), view.root(x.unsqueeze(1)), view.hessian()], strict=True):
+        inside = everything()
+    for a, b in zip(inside, everything(), strict=True):
         assert a.equal(b)
 
 

@@ -102,6 +102,12 @@ def test_classes_without_probability_are_never_drawn(monkeypatch: pytest.MonkeyP
     assert drawn.unique().tolist() == [0, 2]
 
 
+def test_inversion_at_the_ends_of_the_unit_interval() -> None:
+    p = torch.tensor([[0.0, 0.5, 0.5, 0.0]]).expand(4, 4)
+    u = torch.tensor([[0.0], [0.5 - 2**-54], [0.5], [1 - 2**-53]], dtype=torch.float64)
+    assert categorical._invert(p, u).flatten().tolist() == [1, 1, 2, 2]
+
+
 def test_the_data_index_needs_one_entry_per_datum() -> None:
     view = output_loss(kw(nn.MSELoss)("mean")).view(rand(3, 2), rand(3, 2))
     with pytest.raises(ValueError, match=r"data_index has shape \(2,\), expected \(3,\)"):

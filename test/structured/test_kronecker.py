@@ -216,6 +216,9 @@ def test_R10_row_major_convention(groups: int, columns: int | None) -> None:
 def test_R10_both_factors_none() -> None:
     op = Kronecker(None, None, shape=(2, 3, 4), dtype=F64)
     check_closed_forms(op, torch.eye(24, dtype=F64))
+    x = normal(24)
+    (op @ x).zero_()
+    assert torch.equal(x, normal(24))
     for how in HOW:
         torch.testing.assert_close(op.inverse(1.0, how).to_dense(), torch.eye(24, dtype=F64) / 2)
     with pytest.raises(TypeError, match="needs `shape` and `dtype`"):

@@ -20,13 +20,72 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor
 
 from curvops.kfac.rules._base import accumulation_dtype
-from curvops.kfac.rules.windows import Axis, pad, patches
+from curvops.kfac.rules.windows import Axis, channel_gram, pad, patch_gram, patches
+
+
+_COPY = 130  #: multiplications that cost as much as copying one number into a product, or out of it
+_CALL = 2_000_000  #: multiplications that cost as much as one small call
+_LIMIT = 2**26  #: numbers in the copy of a part of the batch
+
+
+def input_gram(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
+    """Return the second moment of the windows of ``x [N, C, *I]`` as ``[G, C / G * K, C / G * K]``.
+
+    Takes what costs least: one product over the channels, the autocorrelation, or products of patches.
+    """
+    x, axes = _without_points(x.unflatten(1, (groups, -1)), axes)
+    if not axes:
+        return channel_gram(x.flatten(3))
+    (N, G, C), sizes = x.shape[:3], x.shape[3:]
+    d = C * prod(axis.kernel for axis in axes)
+    rows = N * prod(axis.windows(size) for axis, size in zip(axes, sizes, strict=True))
+    if _work(N, C, sizes, axes) > rows * d * (d * (1.0 if d < 256 else 0.65) + _COPY):
+        return patch_gram(x, axes)
+    parts = x.split(max(1, _LIMIT // max(x[:1].numel(), 1)))
+    return reduce(torch.Tensor.add_, (autocorrelation(part, axes) for part in parts))
+
+
+def _without_points(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]]:
+    """Keep the pixels of ``x [N, G, C, *I]`` that kernels of length 1 read, and make these axes part of the batch."""
+    points = [j for j, axis in enumerate(axes, start=3) if axis.kernel == 1]
+    for j in points:
+        axis = axes[j - 3]
+        last = axis.stride * (axis.windows(x.shape[j]) - 1) - axis.left
+        x = x.movedim(j, 0)[-axis.left % axis.stride : max(last + 1, 0) : axis.stride].movedim(0, j)
+    if len(points) == len(axes):
+        return x, []
+    for j in reversed(points):
+        x = x.movedim(j, 0).flatten(0, 1)
+    return x, [axis for axis in axes if axis.kernel > 1]
+
+
+def _work(N: int, C: int, sizes: Sequence[int], axes: Sequence[Axis]) -> float:
+    """Count the work of ``autocorrelation`` for one group, in multiplications."""
+    if any(axis.stride > 1 and axis.dilation > 1 for axis in axes[-2:]):
+        return inf
+    d = C * prod(axis.kernel for axis in axes)
+    if len(axes) == 3:
+        N, C, sizes, axes = N * axes[0].windows(sizes[0]), C * axes[0].kernel, sizes[1:], axes[1:]
+    units = [_unit(axis) for axis in axes]
+    C *= prod(axis.stride for axis in axes)
+    sizes = [n if u is a else a.windows(n) + u.kernel - 1 for a, u, n in zip(axes, units, sizes, strict=True)]
+    row, column = (Axis(), *units)[-2:]
+    H, W = (1, *sizes)[-2:]
+    gap, block = column.kernel - 1, max(1, 8 // C)
+    outside = max(0, gap - column.left) + max(0, gap - column.right)
+    work = _COPY * (H * N * (W + gap) * C + max(d, C * row.kernel * column.kernel) ** 2)
+    for shift in range(row.kernel):
+        pieces = _pieces(_ranges(row, H, shift))
+        width = block + gap * (2 if shift else 1)
+        work += sum(v - u for u, v in pieces) * N * (W + gap) * width * C * C
+        work += _CALL * len(pieces) * column.dilation * (4 + outside)
+    return work
 
 
 def autocorrelation(x: Tensor, axes: Sequence[Axis]) -> Tensor:
@@ -34,7 +93,7 @@ def autocorrelation(x: Tensor, axes: Sequence[Axis]) -> Tensor:
 
     Args:
         x: Images; any number of leading axes.
-        axes: One to three axes; an axis with a stride must not be dilated.
+        axes: One to three axes; of the last two, one with a stride must not be dilated.
     """
     if len(axes) == 3:
         x, axes = _unfold_first(x, axes[0]), axes[1:]
@@ -54,7 +113,7 @@ def _unfold_first(x: Tensor, axis: Axis) -> Tensor:
 def _strided_gram(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     """Turn strides into channels: ``[*, G, C, H, W]`` with stride s is ``[*, G, C * s * s, H / s, W / s]`` with stride 1."""
     C, strides = x.shape[-3], [axis.stride for axis in axes]
-    units = [a if a.stride == 1 else Axis(-(-a.kernel // a.stride)) for a in axes]
+    units = [_unit(axis) for axis in axes]
     x = pad(x, [_whole(a, u, n) for a, u, n in zip(axes, units, x.shape[-2:], strict=True)])
     x = x.unflatten(-1, (-1, strides[1])).unflatten(-3, (-1, strides[0]))  # [*, G, C, H / s, s, W / s, s]
     A = _gram(x.movedim((-3, -1), (-4, -3)).flatten(-5, -3), *units)
@@ -62,6 +121,11 @@ def _strided_gram(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     entry = entry.permute(0, 3, 1, 4, 2).flatten(3).flatten(1, 2)  # [C, s * K / s, s * K / s]
     entry = entry[:, : axes[0].kernel, : axes[1].kernel].flatten()
     return A.index_select(1, entry).index_select(2, entry)
+
+
+def _unit(axis: Axis) -> Axis:
+    """Return the axis with stride 1 that is left when the stride has become channels."""
+    return axis if axis.stride == 1 else Axis(-(-axis.kernel // axis.stride))
 
 
 def _whole(axis: Axis, unit: Axis, size: int) -> Axis:
@@ -80,10 +144,9 @@ def _gram(x: Tensor, row: Axis, column: Axis) -> Tensor:
     A = x.new_empty(G, C, *K, C, *K, dtype=accumulation_dtype(x.dtype))
     for shift in range(row.kernel):
         ranges = _ranges(row, H, shift)
-        pieces = {}
-        for u, v in pairwise(sorted({end for r in ranges for end in r})):
-            if any(a <= u and v <= b for a, b in ranges):
-                pieces[u, v] = _sum(part.moment(u, v - u, row.dilation * shift) for part in lines)
+        pieces = {
+            (u, v): _sum(part.moment(u, v - u, row.dilation * shift) for part in lines) for u, v in _pieces(ranges)
+        }
         for i, (a, b) in enumerate(ranges):
             M = _sum(piece for (u, v), piece in pieces.items() if a <= u and v <= b)  # [G, C, K, K, C]
             A[:, :, i, :, :, i + shift] = 0 if M is None else M.transpose(3, 4)
@@ -102,6 +165,12 @@ def _ranges(row: Axis, size: int, shift: int) -> list[tuple[int, int]]:
     first = [row.dilation * i - row.left for i in range(row.kernel - shift)]
     ranges = [(max(f, 0), min(f + row.windows(size), size - row.dilation * shift)) for f in first]
     return [(a, max(a, b)) for a, b in ranges]
+
+
+def _pieces(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Cut the union of ranges where any of them begins or ends."""
+    cuts = pairwise(sorted({end for r in ranges for end in r}))
+    return [(u, v) for u, v in cuts if any(a <= u and v <= b for a, b in ranges)]
 
 
 def _phases(x: Tensor, axis: Axis) -> Iterator[tuple[Tensor, Axis]]:
