@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -87,6 +89,14 @@ class EmpiricalRisk:
         """Shapes of the parameters, in the order of the operator's space."""
         return tuple(tuple(p.shape) for p in self.params.values())
 
+    @property
+    def replaced(self) -> dict[str, Tensor]:
+        """The model's own tensors under the names of the parameters: :meth:`leaves` take their place."""
+        if not isinstance(self.model, nn.Module):
+            return dict(self.params)
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        return {name: own[name] for name in self.params}
+
     @staticmethod
     def checked_data(data: Iterable[tuple[Any, Any]]) -> Iterable[tuple[Any, Any]]:
         """Return ``data`` if it can be read more than once."""
@@ -94,7 +104,9 @@ class EmpiricalRisk:
             raise TypeError(f"data: found {type(data).__name__}, expected an iterable of batches (X, y).")
         if isinstance(data, Tensor | Mapping):
             raise TypeError(f"data: found a {type(data).__name__}, expected an iterable of batches (X, y): [(X, y)].")
-        if iter(data) is data:
+        with random_state_kept():  # a DataLoader draws a seed for its workers
+            one_shot = iter(data) is data
+        if one_shot:
             raise ValueError(
                 f"data: found a one-shot iterator ({type(data).__name__}), expected something that can be read again: "
                 "pass a list or a DataLoader, for example list(data)."
@@ -138,7 +150,8 @@ class EmpiricalRisk:
         Raises:
             ValueError: If the batches or the predictions differ.
         """
-        first, second = (next(self.batches()) for _ in range(2))
+        with random_state_kept(self.device):
+            first, second = (next(self.batches()) for _ in range(2))
         for (what, a), (_, b) in zip(_named_parts(first), _named_parts(second), strict=True):
             if len(a) != len(b) or any(s.shape != t.shape or not torch.equal(s, t) for s, t in zip(a, b, strict=True)):
                 raise ValueError(f"{what} of the first batch differs between two readings; turn shuffling and augmentation off.")
@@ -158,7 +171,7 @@ class EmpiricalRisk:
         with torch.inference_mode(False), torch.enable_grad():
             # Casting a value (never needed by the usual caller) must not become part of the graph.
             leaves = {n: nn.Parameter(_plain(p.detach()), requires_grad=True) for n, p in self.params.items()}
-            with _eager(), _random_state_kept(self.device), _swapped(self.model, self.params, leaves):
+            with _eager(), random_state_kept(self.device), _swapped(self.model, self.params, leaves):
                 yield leaves
 
     def predict(self, leaves: dict[str, Tensor], X: Any) -> Any:
@@ -290,10 +303,15 @@ def _eager() -> Iterator[None]:
 
 
 @contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        yield
+def random_state_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Put the global generators of Python, numpy and torch back, whatever data and models draw from them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 # ---- batches ------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from curvops.kfac.sites import find_sites
 from curvops.kfac.statistics import DenseBlocks, Statistic
 from curvops.kfac.vectors import Batch, Fisher, Vectors
 from curvops.losses import OutputView
-from curvops.risk import EmpiricalRisk
+from curvops.risk import EmpiricalRisk, random_state_kept
 
 S = TypeVar("S", bound=Statistic)
 
@@ -66,20 +66,21 @@ class Collector(Generic[S]):
         offset: int = 0,
     ) -> None:
         self._risk, self._make, self._separate, self._policy = risk, make, separate, policy
-        self._offset = offset
+        self._offset, self._replaced = offset, risk.replaced
         self.fisher, self.sharing = fisher, Sharing(fisher, by_datum)
         self.statistic, self.dense, self.counts = make(), DenseBlocks(policy), Counts()
 
     def run(self, data: Iterable[tuple[Any, Any]] | None = None) -> Collector[S]:
         """Go through the data once."""
-        for i, (X, y) in enumerate(self._risk.batches(data)):
-            with self._risk.leaves() as leaves:
-                self._batch(i, X, y, leaves)
+        with random_state_kept(self._risk.device):
+            for i, (X, y) in enumerate(self._risk.batches(data)):
+                with self._risk.leaves() as leaves:
+                    self._batch(i, X, y, leaves)
         self._check_counts()
         return self
 
     def _batch(self, i: int, X: Any, y: Any, leaves: dict[str, Tensor]) -> None:
-        recorder = Recorder(leaves, allow_train_mode=self._risk.allow_train_mode)
+        recorder = Recorder(leaves, self._replaced, allow_train_mode=self._risk.allow_train_mode)
         with recorder:
             raw = self._risk.predict(leaves, X)
         # The user's autocast is for the model; everything from here on is in full precision.

@@ -31,9 +31,9 @@ class Estimate:
         options: What must agree for two estimates to combine: Fisher, sharing, reduction, ...
         shapes: The parameters' names and shapes, in the order of the operator's space.
         dtype, device: Of the parameters.
-        blocks: Sums of every Kronecker block.
-        dense: Sums of the blocks of parameters that no rule covers.
-        normalizer: What ``B`` is divided by: the normaliser of a mean loss, 1 for a sum.
+        blocks: Factors of every Kronecker block: ``A`` a mean over its rows, ``B`` on the scale of the risk.
+        dense: Blocks of parameters that no rule covers.
+        normalizer: What a mean loss divides by over the data.
         num_data: Number of data.
         notes: What to say of a parameter, beyond its block.
     """
@@ -54,35 +54,47 @@ class Estimate:
         counts = collected.counts
         notes = {n: "never reached by a prediction: zero" for n in shapes if n not in counts.reached}
         notes |= {u.name: f"{u.function} has no rule: {u.reason}" for u in counts.unsupported.values()}
-        normalizer = counts.normalizer if options["reduction"] == "mean" else 1.0
-        blocks = list(collected.statistic.sums.values())
-        dense = dict(collected.dense.sums)
-        return cls(options, shapes, like.dtype, like.device, blocks, dense, normalizer, counts.num_data, notes)
+        blocks, dense = list(collected.statistic.sums.values()), dict(collected.dense.sums)
+        scale = 1 / counts.normalizer if options["reduction"] == "mean" else 1.0
+        # Means are formed here, once and in place; a bias alone may share its factor with its weight.
+        for t in {id(t): t for t in (*(b.B for b in blocks), *dense.values()) if t is not None}.values():
+            t.mul_(scale)
+        for b in blocks:
+            if b.A is not None:
+                b.A.div_(b.rows)
+        return cls(options, shapes, like.dtype, like.device, blocks, dense, counts.normalizer, counts.num_data, notes)
 
     # ---- combining -------------------------------------------------------------------------
     def merged(self, other: Estimate) -> Estimate:
-        """Return the estimate of both data sets together: sums and counts add."""
-        return self._combined(other, None)
+        """Return the estimate of both data sets together."""
+        if self.options["reduction"] == "sum":
+            return self._combined(other, None, (1.0, 1.0))
+        total = self.normalizer + other.normalizer
+        return self._combined(other, None, (self.normalizer / total, other.normalizer / total))
 
     def averaged(self, new: Estimate, decay: float) -> Estimate:
         """Return ``decay * old + (1 - decay) * new``, factor by factor."""
-        return self._combined(new, decay)
+        weights = decay, 1 - decay
+        return self._combined(new, weights, weights)
 
-    def _combined(self, other: Estimate, decay: float | None) -> Estimate:
+    def _combined(self, other: Estimate, inputs: tuple | None, outputs: tuple[float, float]) -> Estimate:
+        """Combine with given weights of input factors (``None``: by their rows) and of output factors."""
         self._check_same(other)
-        u, v = (1.0, 1.0) if decay is None else (decay, 1 - decay)
-        normalizer = u * self.normalizer + v * other.normalizer
-        if self.options["reduction"] == "sum":
-            normalizer = 1.0
-        # Weights of the two sums such that sum / normalizer is the average (or, for a merge, the sum of sums).
-        wu, wv = (u, v) if decay is None else (u * normalizer / self.normalizer, v * normalizer / other.normalizer)
+        u, v = inputs or (1.0, 1.0)
         old, new = ({_block_key(b.placement): b for b in e.blocks} for e in (self, other))
-        blocks = [_combine(old.get(k), new.get(k), (u, v), (wu, wv), decay is not None) for k in {**old, **new}]
+        blocks = [_combine(old.get(k), new.get(k), inputs, outputs) for k in {**old, **new}]
         names = {**self.dense, **other.dense}
-        dense = {n: sum(w * d[n] for w, d in ((wu, self.dense), (wv, other.dense)) if n in d) for n in names}
-        notes = {n: t for n, t in {**self.notes, **other.notes}.items() if n in self.notes and n in other.notes or n in dense}
-        num_data = u * self.num_data + v * other.num_data
-        return replace(self, blocks=blocks, dense=dense, normalizer=normalizer, num_data=num_data, notes=notes)
+        dense = {n: _weighted(self.dense.get(n), other.dense.get(n), *outputs) for n in names}
+        # Something is still to be said of a parameter if it holds for both, or if its block is not a Kronecker product.
+        notes = {n: t for n, t in {**other.notes, **self.notes}.items() if n in names or (n in self.notes and n in other.notes)}
+        return replace(
+            self,
+            blocks=blocks,
+            dense=dense,
+            normalizer=u * self.normalizer + v * other.normalizer,
+            num_data=u * self.num_data + v * other.num_data,
+            notes=notes,
+        )
 
     def _check_same(self, other: Estimate) -> None:
         if self.shapes != other.shapes:
@@ -139,15 +151,15 @@ class Estimate:
         elif sums.B is None:
             B = torch.zeros(G, o, o, **wide)
         else:
-            B = sums.B / self.normalizer
+            B = sums.B
         for factor, name in ((sums.A, "input"), (B, "output")):
             # Entries of a Gram matrix are bounded by its diagonal.
             if factor is not None and not torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all():
                 raise ValueError(f"Block {label!r}: its {name} factor has NaN or infinite entries.")
-        return B, None if sums.A is None else sums.A / sums.rows
+        return B, sums.A
 
     def _dense(self, name: str) -> LinearOperator:
-        kind, block = self.options["unsupported"], self.dense[name] / self.normalizer
+        kind, block = self.options["unsupported"], self.dense[name]
         shape = _whole(name, self.shapes[name]).shape
         if kind == "exact":
             return Dense(block, domain=(shape,), label=name, dtype=self.dtype)
@@ -201,17 +213,17 @@ class Estimate:
         )
 
 
-def _combine(old: Sums | None, new: Sums | None, means: tuple, sums: tuple, average: bool) -> Sums:
-    """Combine the sums of a block; where one side never saw it, its curvature there is zero."""
-    (u, v), (wu, wv) = means, sums
+def _combine(old: Sums | None, new: Sums | None, inputs: tuple | None, outputs: tuple[float, float]) -> Sums:
+    """Combine the factors of a block; where one side never saw it, its curvature there is zero."""
     if old is None or new is None:
-        (block, weight) = (old, wu) if new is None else (new, wv)
+        block, weight = (old, outputs[0]) if old is not None else (new, outputs[1])
         assert block is not None
-        return replace(block, B=None if block.B is None else weight * block.B)
-    rows = u * old.rows + v * new.rows
-    scale_old, scale_new = (u * rows / old.rows, v * rows / new.rows) if average else (1.0, 1.0)
-    A = _weighted(old.A, new.A, scale_old, scale_new)
-    return replace(old, A=A, B=_weighted(old.B, new.B, wu, wv), rows=rows)
+        return replace(block, B=_weighted(block.B, None, weight, 0.0))
+    rows = old.rows + new.rows
+    u, v = inputs or (old.rows / rows, new.rows / rows)
+    if inputs is not None:
+        rows = u * old.rows + v * new.rows
+    return replace(old, A=_weighted(old.A, new.A, u, v), B=_weighted(old.B, new.B, *outputs), rows=rows)
 
 
 def _weighted(a: Tensor | None, b: Tensor | None, u: float, v: float) -> Tensor | None:

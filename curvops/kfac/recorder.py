@@ -42,12 +42,19 @@ class Operand:
         tensor: The very tensor; held so that its identity stays taken.
         shape: Shape of the parameter.
         entries: Flat indices of the parameter's entries, shaped like ``tensor``; ``None`` for the parameter itself.
+        version: Of the tensor when it was recorded.
     """
 
     name: str
     tensor: Tensor
     shape: torch.Size
     entries: Tensor | None = None
+    version: int = 0
+
+    @property
+    def modified(self) -> bool:
+        """Whether it no longer holds the parameter's entries (a leaf stays a leaf, whatever its values)."""
+        return not self.tensor.is_leaf and self.tensor._version != self.version
 
 
 @dataclass(eq=False)
@@ -105,6 +112,7 @@ class Recorder(TorchFunctionMode):
 
     Args:
         tracked: The parameters to watch, by name, as the very objects the model will use.
+        replaced: The tensors that they stand for, which the model must not use instead.
         allow_train_mode: Accept dropout and batch statistics.
 
     Attributes:
@@ -112,12 +120,14 @@ class Recorder(TorchFunctionMode):
         unsupported: Operations on tracked parameters without a rule.
     """
 
-    def __init__(self, tracked: Mapping[str, Tensor], *, allow_train_mode: bool = False) -> None:
+    def __init__(
+        self, tracked: Mapping[str, Tensor], replaced: Mapping[str, Tensor] | None = None, *, allow_train_mode: bool = False
+    ) -> None:
         super().__init__()
         self.uses: list[Use] = []
         self.unsupported: list[Unsupported] = []
         self._allow_train_mode = allow_train_mode
-        self._leaves = dict(tracked)
+        self._leaves, self._replaced = dict(tracked), dict(replaced or {})
         self._operands = {id(t): Operand(n, t, t.shape) for n, t in tracked.items()}
         self._intervals: dict[str, list[tuple[int, int]]] = {n: [] for n in tracked}
         self._without_gradient: dict[str, str] = {}
@@ -148,6 +158,8 @@ class Recorder(TorchFunctionMode):
         elif not any(t.requires_grad for t in results):
             for n in names:
                 self._without_gradient.setdefault(n, name)
+        elif any(operand.modified for operand in found):
+            self._refuse(names, name, "it was modified in place before", interval)
         elif name in _CASTS | _VIEWS and len(found) == 1:
             self._derive(name, func, args, kwargs, found[0], out)
         elif rule := rule_for(func):
@@ -162,10 +174,11 @@ class Recorder(TorchFunctionMode):
         if name not in _CASTS:
             if entries is None:
                 entries = torch.arange(source.tensor.numel(), device=source.tensor.device).view(source.tensor.shape)
-            entries = func(*(entries if a is source.tensor else a for a in args), **kwargs)
+            swapped = {k: entries if v is source.tensor else v for k, v in kwargs.items()}
+            entries = func(*(entries if a is source.tensor else a for a in args), **swapped)
         for tensor, part in zip(_flat((out,), {}), [entries] if entries is None else _flat((entries,), {}), strict=True):
             if tensor is not source.tensor:  # contiguous() and friends may return their argument
-                self._operands[id(tensor)] = Operand(source.name, tensor, source.shape, part)
+                self._operands[id(tensor)] = Operand(source.name, tensor, source.shape, part, tensor._version)
 
     def _use(self, name, rule, args, kwargs, found, out, interval) -> None:  # noqa: ANN001 - one caller
         try:
@@ -210,14 +223,17 @@ class Recorder(TorchFunctionMode):
         Raises:
             NotImplementedError: If a use escaped, naming the parameter and the autograd node.
         """
-        owners = {id(t): n for n, t in self._leaves.items()}
+        owners, replaced = ({id(t): n for n, t in ts.items()} for ts in (self._leaves, self._replaced))
         derived = {o.tensor.grad_fn: o.name for o in self._operands.values() if o.tensor.grad_fn is not None}
         edges = graph_edges(output)
         numbers: dict[str, list[int]] = {}
         for source, target in edges:
             if "CheckpointFunction" in source.name():
                 raise NotImplementedError(_REENTRANT.format(node=source.name()))
-            name = owners.get(id(getattr(target, "variable", None))) or derived.get(target)
+            variable = id(getattr(target, "variable", None))
+            if variable in replaced:
+                raise NotImplementedError(_STALE.format(name=replaced[variable], node=source.name()))
+            name = owners.get(variable) or derived.get(target)
             if name is None:
                 continue
             number = node_number(source)
@@ -250,6 +266,11 @@ _ESCAPED = (
     "Parameter {name!r} is used by the autograd node {node}, which no recorded operation explains: a custom "
     "autograd.Function, a functorch transform or a view taken before the forward pass. Its curvature would be wrong. Use "
     "torch operations on the parameter, or leave it out of params."
+)
+_STALE = (
+    "Parameter {name!r} is used by the autograd node {node} through a reference that was taken before the forward pass (a "
+    "list or cache of parameters or of views of them, or a closure), so nothing else can take its place. Read parameters "
+    "from the module, or from the params argument, during the forward pass."
 )
 
 

@@ -13,7 +13,7 @@ from curvops.kfac.estimate import Estimate
 from curvops.kfac.recorder import Recorder
 from curvops.kfac.rules._base import assumed_operation
 from curvops.kfac.sites import find_sites
-from curvops.risk import EmpiricalRisk, Model, Params, named_params
+from curvops.risk import EmpiricalRisk, Model, Params, named_params, random_state_kept
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,11 @@ def explain(model: Model, params: Params = None, data: Iterable[tuple[Any, Any]]
     if data is None:
         return _assumed(model, params, policy)
     risk = EmpiricalRisk(model, nn.MSELoss(), params, data, **options)
-    X, _ = next(risk.batches())
+    with random_state_kept(risk.device):
+        X, _ = next(risk.batches())
+    replaced = risk.replaced
     with risk.leaves() as leaves:
-        recorder = Recorder(leaves, allow_train_mode=risk.allow_train_mode)
+        recorder = Recorder(leaves, replaced, allow_train_mode=risk.allow_train_mode)
         with recorder:
             raw = risk.predict(leaves, X)
         reached = recorder.check(risk.loss.prepare(raw))

@@ -50,6 +50,7 @@ class Vectors:
         self.fisher, self._view = fisher, view
         self._data = torch.arange(offset, offset + view.N, device=view.layout.device)
         self._draws: dict[int, Tensor] = {}
+        self._rotation: Tensor | None = None
         counts = {"type-2": view.columns, "mc": fisher.samples, "signs": fisher.samples, "forward-only": 0}
         self.count = counts.get(fisher.kind, 1)  #: vectors per unit
 
@@ -72,10 +73,12 @@ class Vectors:
 
         A column may miss a branch of the model that serves other outputs; a mixture of all columns misses nothing.
         """
-        V, index = self.count, index.reshape(self._view.N, self._view.T).to(self._data.device)
-        generator = torch.Generator().manual_seed(self.fisher.seed)
-        Q = torch.linalg.qr(torch.randn(V, V, generator=generator, dtype=torch.float64)).Q.to(index.device)
-        return self._view.root(torch.where(index.unsqueeze(-1) >= 0, Q[index.clamp(min=0)], 0.0))
+        if self._rotation is None:
+            generator = torch.Generator().manual_seed(self.fisher.seed)
+            noise = torch.randn(self.count, self.count, generator=generator, dtype=torch.float64)
+            self._rotation = torch.linalg.qr(noise).Q.to(self._data.device)
+        index = index.reshape(self._view.N, self._view.T).to(self._data.device)
+        return self._view.root(torch.where(index.unsqueeze(-1) >= 0, self._rotation[index.clamp(min=0)], 0.0))
 
     def probe(self, index: Tensor) -> Tensor:
         """Return a generic vector on the loss terms with ``index >= 0``: it finds out what they reach."""

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from kfac.nets import (
-    NETS,
+    LOSSES,
     Keywords,
     Then,
     Tied,
     UNet,
     Whole,
-    every_approx,
     every_loss,
     every_mse,
     joint_or_separate,
@@ -134,16 +133,25 @@ def test_R1_one_datum(loss: nn.Module, separate: bool, act: type) -> None:
         assert relative_error(K.to_dense(), block_diagonal(reference(model, loss, params, data), params, groups)) < TOL
 
 
-@pytest.mark.parametrize("fisher", ["mc", "signs"])
-@every_approx
-@pytest.mark.parametrize("net", NETS)
-@every_loss
-def test_R1_draws_converge(loss: nn.Module, net: str, approx: str, fisher: str) -> None:
-    model, *inputs = setting(net, 1, 2)
+@pytest.mark.parametrize(
+    ("loss", "net", "approx", "fisher"),
+    [
+        ("mse", "mlp", "expand", "mc"),
+        ("bce", "mlp", "expand", "mc"),
+        ("ce", "mlp", "expand", "mc"),
+        ("ce", "tokens", "reduce", "mc"),
+        ("bce", "tokens", "expand", "signs"),
+        ("mse", "cnn", "expand", "mc"),
+        ("ce", "cnn", "reduce", "mc"),
+    ],
+)
+def test_R1_draws_converge(loss: str, net: str, approx: str, fisher: str) -> None:
+    model, X = setting(net, 24)
     model = Then(model, lambda y: y.movedim(-1, 1))
-    data = batches(model, loss, *inputs)
-    want = kfac(model, loss, None, data, kfac_approx=approx).to_dense()
-    got = kfac(model, loss, None, data, kfac_approx=approx, fisher_type=fisher, mc_samples=3000).to_dense()
+    data = batches(model, LOSSES[loss](), X)
+    want = kfac(model, LOSSES[loss](), None, data, kfac_approx=approx).to_dense()
+    options = {"kfac_approx": approx, "fisher_type": fisher, "mc_samples": 3000}
+    got = kfac(model, LOSSES[loss](), None, data, **options).to_dense()
     torch.testing.assert_close(got / want.abs().max(), want / want.abs().max(), rtol=1e-1, atol=1.5e-2)
 
 

@@ -6,4 +6,6 @@ from curvops.kfac.rules._base import register as register
 from curvops.kfac.rules._base import rule_for as rule_for
 from curvops.kfac.rules._base import supported as supported
 
-from curvops.kfac.rules import linear as _linear  # noqa: F401 - each file registers its rules
+# Each file registers its rules.
+from curvops.kfac.rules import conv as _conv  # noqa: F401
+from curvops.kfac.rules import linear as _linear  # noqa: F401

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from curvops.kfac.rules._base import accumulation_dtype
-from curvops.kfac.rules.windows import Axis, channel_gram, pad, patch_gram, patches
+from curvops.kfac.rules.windows import Axis, add_channel_gram_, add_patch_gram_, pad, patches
 
 
 _COPY = 130  #: multiplications that cost as much as copying one number into a product, or out of it
@@ -34,21 +34,25 @@ _CALL = 2_000_000  #: multiplications that cost as much as one small call
 _LIMIT = 2**26  #: numbers in the copy of a part of the batch
 
 
-def input_gram(x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
-    """Return the second moment of the windows of ``x [N, C, *I]`` as ``[G, C / G * K, C / G * K]``.
+def add_window_gram_(A: Tensor, x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
+    """Add the second moment of the windows of ``x [N, C, *I]`` to ``A [G, C / G * K, C / G * K]``.
 
-    Takes what costs least: one product over the channels, the autocorrelation, or products of patches.
+    Takes what costs least: one product over the channels, the autocorrelation, or products of patches. Only the upper
+    triangle may be complete; ``mirror_`` completes the other.
     """
     x, axes = _without_points(x.unflatten(1, (groups, -1)), axes)
+    N, _, C, *sizes = x.shape
     if not axes:
-        return channel_gram(x.flatten(3))
-    (N, G, C), sizes = x.shape[:3], x.shape[3:]
-    d = C * prod(axis.kernel for axis in axes)
+        add_channel_gram_(A, x.flatten(3))
+        return A
+    d = A.shape[-1]
     rows = N * prod(axis.windows(size) for axis, size in zip(axes, sizes, strict=True))
-    if _work(N, C, sizes, axes) > rows * d * (d * (1.0 if d < 256 else 0.65) + _COPY):
-        return patch_gram(x, axes)
-    parts = x.split(max(1, _LIMIT // max(x[:1].numel(), 1)))
-    return reduce(torch.Tensor.add_, (autocorrelation(part, axes) for part in parts))
+    if _work(N, groups, C, sizes, axes) > groups * rows * d * (d * (1.0 if d < 256 else 0.65) + _COPY):
+        add_patch_gram_(A, x, axes)
+        return A
+    for part in x.split(max(1, _LIMIT // max(x[:1].numel() * axes[0].kernel, 1))):
+        add_autocorrelation_(A, part, axes)
+    return A
 
 
 def _without_points(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]]:
@@ -65,11 +69,11 @@ def _without_points(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]
     return x, [axis for axis in axes if axis.kernel > 1]
 
 
-def _work(N: int, C: int, sizes: Sequence[int], axes: Sequence[Axis]) -> float:
-    """Count the work of ``autocorrelation`` for one group, in multiplications."""
+def _work(N: int, G: int, C: int, sizes: Sequence[int], axes: Sequence[Axis]) -> float:
+    """Count the work of ``autocorrelation``, in multiplications."""
     if any(axis.stride > 1 and axis.dilation > 1 for axis in axes[-2:]):
         return inf
-    d = C * prod(axis.kernel for axis in axes)
+    channels = C
     if len(axes) == 3:
         N, C, sizes, axes = N * axes[0].windows(sizes[0]), C * axes[0].kernel, sizes[1:], axes[1:]
     units = [_unit(axis) for axis in axes]
@@ -79,19 +83,21 @@ def _work(N: int, C: int, sizes: Sequence[int], axes: Sequence[Axis]) -> float:
     H, W = (1, *sizes)[-2:]
     gap, block = column.kernel - 1, max(1, 8 // C)
     outside = max(0, gap - column.left) + max(0, gap - column.right)
-    work = _COPY * (H * N * (W + gap) * C + max(d, C * row.kernel * column.kernel) ** 2)
+    copies = 1 if C == channels else 3
+    work = _COPY * G * copies * (H * N * (W + gap) * C + (C * row.kernel * column.kernel) ** 2)
     for shift in range(row.kernel):
         pieces = _pieces(_ranges(row, H, shift))
         width = block + gap * (2 if shift else 1)
-        work += sum(v - u for u, v in pieces) * N * (W + gap) * width * C * C
+        work += sum(v - u for u, v in pieces) * N * (W + gap) * G * width * C * C
         work += _CALL * len(pieces) * column.dilation * (4 + outside)
     return work
 
 
-def autocorrelation(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Return the second moment of the windows of ``x [*, G, C, *I]`` as ``[G, C * K, C * K]``.
+def add_autocorrelation_(A: Tensor, x: Tensor, axes: Sequence[Axis]) -> None:
+    """Add the second moment of the windows of ``x [*, G, C, *I]`` to ``A [G, C * K, C * K]``.
 
     Args:
+        A: The sum, of any strides.
         x: Images; any number of leading axes.
         axes: One to three axes; of the last two, one with a stride must not be dilated.
     """
@@ -99,9 +105,10 @@ def autocorrelation(x: Tensor, axes: Sequence[Axis]) -> Tensor:
         x, axes = _unfold_first(x, axes[0]), axes[1:]
     if len(axes) == 1:
         x, axes = x.unsqueeze(-2), (Axis(), *axes)
-    if all(axis.stride == 1 for axis in axes):
-        return _gram(x, *axes)
-    return _strided_gram(x, axes)
+    if any(axis.stride > 1 for axis in axes):
+        A += _strided_gram(x, axes)
+    else:
+        _add_gram_(A, x, *axes)
 
 
 def _unfold_first(x: Tensor, axis: Axis) -> Tensor:
@@ -116,8 +123,11 @@ def _strided_gram(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     units = [_unit(axis) for axis in axes]
     x = pad(x, [_whole(a, u, n) for a, u, n in zip(axes, units, x.shape[-2:], strict=True)])
     x = x.unflatten(-1, (-1, strides[1])).unflatten(-3, (-1, strides[0]))  # [*, G, C, H / s, s, W / s, s]
-    A = _gram(x.movedim((-3, -1), (-4, -3)).flatten(-5, -3), *units)
-    entry = torch.arange(A.shape[-1], device=x.device).view(C, *strides, *(u.kernel for u in units))
+    x = x.movedim((-3, -1), (-4, -3)).flatten(-5, -3)
+    d = x.shape[-3] * prod(u.kernel for u in units)
+    A = x.new_zeros(x.shape[-4], d, d, dtype=accumulation_dtype(x.dtype))
+    _add_gram_(A, x, *units)
+    entry = torch.arange(d, device=x.device).view(C, *strides, *(u.kernel for u in units))
     entry = entry.permute(0, 3, 1, 4, 2).flatten(3).flatten(1, 2)  # [C, s * K / s, s * K / s]
     entry = entry[:, : axes[0].kernel, : axes[1].kernel].flatten()
     return A.index_select(1, entry).index_select(2, entry)
@@ -136,12 +146,11 @@ def _whole(axis: Axis, unit: Axis, size: int) -> Axis:
     return Axis(left=axis.left, right=length - size - axis.left)
 
 
-def _gram(x: Tensor, row: Axis, column: Axis) -> Tensor:
-    """Return the second moment of the windows of ``x [*, G, C, H, W]`` with strides 1."""
-    G, C, H, _ = x.shape[-4:]
+def _add_gram_(A: Tensor, x: Tensor, row: Axis, column: Axis) -> None:
+    """Add the second moment of the windows of ``x [*, G, C, H, W]`` with strides 1."""
+    C, H = x.shape[-3:-1]
     lines = [_Lines(phase, axis) for phase, axis in _phases(x, column)]
-    K = (row.kernel, column.kernel)
-    A = x.new_empty(G, C, *K, C, *K, dtype=accumulation_dtype(x.dtype))
+    A = A.unflatten(2, (C, row.kernel, column.kernel)).unflatten(1, (C, row.kernel, column.kernel))
     for shift in range(row.kernel):
         ranges = _ranges(row, H, shift)
         pieces = {
@@ -149,10 +158,10 @@ def _gram(x: Tensor, row: Axis, column: Axis) -> Tensor:
         }
         for i, (a, b) in enumerate(ranges):
             M = _sum(piece for (u, v), piece in pieces.items() if a <= u and v <= b)  # [G, C, K, K, C]
-            A[:, :, i, :, :, i + shift] = 0 if M is None else M.transpose(3, 4)
-            if shift:
-                A[:, :, i + shift, :, :, i] = 0 if M is None else M.permute(0, 4, 3, 1, 2)
-    return A.view(G, C * prod(K), C * prod(K))
+            if M is not None:
+                A[:, :, i, :, :, i + shift] += M.transpose(3, 4)
+            if M is not None and shift:
+                A[:, :, i + shift, :, :, i] += M.permute(0, 4, 3, 1, 2)
 
 
 def _sum(terms: Iterable[Tensor | None]) -> Tensor | None:

@@ -1,28 +1,136 @@
-"""Linear layers."""
+"""Linear maps written as ``linear``, ``matmul`` or ``addmm``: every row of the input is a row of the canonical form."""
+
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvops.kfac.rules._base import Form, Operation, register
+from curvops.kfac.rules._base import Form, Operation, add_outer_, register, wide
+
+Tracked = Callable[[Tensor], bool]
 
 
 @dataclass(frozen=True)
 class LinearForm(Form):
+    """A matrix product: ``X [1, M, 1, in]``, ``Y [1, M, 1, out]``.
+
+    Attributes:
+        transposed: The weight is stored as ``[in, out]`` (``x @ W``), not as ``[out, in]``.
+        left: The weight is the first factor (``W @ x``): the columns of ``x`` and of the result are the rows.
+        vector: The weight is a vector ``[in]`` (``transposed``, one output): the result lacks the axis of outputs.
+    """
+
     transposed: bool = False
+    left: bool = False
+    vector: bool = False
 
     def inputs(self, x: Tensor) -> Tensor:
-        return x.reshape(1, -1, 1, x.shape[-1])
+        return self._rows(x)
 
     def cotangents(self, g: Tensor) -> Tensor:
-        return g.reshape(1, -1, 1, g.shape[-1])
+        return g.reshape(1, -1, 1, 1) if self.vector else self._rows(g)
 
     def extent(self, x: Tensor) -> tuple[int, int]:
-        return x.numel() // x.shape[-1], 1
+        width = x.shape[-2 if self.left and x.ndim > 1 else -1]
+        return x.numel() // width, 1
+
+    def add_input_gram_(self, A: Tensor, x: Tensor) -> None:
+        add_outer_(A, wide(self.inputs(x)).flatten(1, 2).mT)
+
+    def add_output_gram_(self, B: Tensor, g: Tensor) -> None:
+        add_outer_(B, wide(self.cotangents(g)).flatten(1, 2).mT)
+
+    def _rows(self, t: Tensor) -> Tensor:
+        t = t.mT if self.left and t.ndim > 1 else t
+        return t.reshape(1, -1, 1, t.shape[-1])
 
 
 @register(F.linear, modules=(nn.Linear,))
-def linear(x, weight, bias=None, *, tracked):
-    return Operation(LinearForm(), x, weight, bias)
+def linear(
+    input: Tensor,  # noqa: A002 - torch's name, it may be given by keyword
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tracked: Tracked,
+) -> Operation:
+    """Read a call of ``torch.nn.functional.linear``."""
+    vector = weight.ndim == 1
+    return Operation(LinearForm(transposed=vector, vector=vector), input, weight, bias)
+
+
+@register(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, torch.bmm)
+@register(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.mv, Tensor.bmm)
+def matmul(
+    input: Tensor,  # noqa: A002 - torch's name, it may be given by keyword
+    other: Tensor | None = None,
+    *,
+    mat2: Tensor | None = None,
+    vec: Tensor | None = None,
+    out: Tensor | None = None,
+    tracked: Tracked,
+) -> Operation:
+    """Read a product of two tensors: the weight is the tracked one, or else the second."""
+    second = next(t for t in (other, mat2, vec) if t is not None)
+    if tracked(input) and tracked(second):
+        raise NotImplementedError(
+            "both factors of the product are parameters; supported: one of them. Its curvature is not that of a linear map."
+        )
+    left = tracked(input)
+    weight, x = (input, second) if left else (second, input)
+    if weight.ndim > 2:
+        raise NotImplementedError(
+            f"the parameter is a batch of matrices, of shape {tuple(weight.shape)}; supported: a matrix or a vector"
+        )
+    vector = weight.ndim == 1
+    return Operation(LinearForm(transposed=vector or not left, left=left, vector=vector), x, weight)
+
+
+@register(Tensor.__rmatmul__)
+def reversed_matmul(second: Tensor, first: Tensor, *, tracked: Tracked) -> Operation:
+    """Read ``first @ second`` from the method of ``second``."""
+    return matmul(first, second, tracked=tracked)
+
+
+@register(torch.addmm, Tensor.addmm)
+def addmm(
+    input: Tensor,  # noqa: A002 - torch's name, it may be given by keyword
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+    tracked: Tracked,
+) -> Operation:
+    """Read ``input + mat1 @ mat2``, where ``input`` may be a bias."""
+    if alpha != 1 or (beta != 1 and tracked(input)):
+        raise NotImplementedError(f"the call has beta={beta}, alpha={alpha}; supported: 1")
+    product = matmul(mat1, mat2, tracked=tracked)
+    outputs = product.form.weight_shape(tuple(product.weight.shape))[1]
+    biases = [(outputs, 1)] if product.form.left and product.x.ndim > 1 else [(outputs,), (1, outputs)]
+    if tuple(input.shape) in biases:
+        return Operation(product.form, product.x, product.weight, input)
+    if tracked(input):
+        raise NotImplementedError(
+            f"a parameter of shape {tuple(input.shape)} is added; supported: a bias of shape {biases[0]}, one per output"
+        )
+    return product
+
+
+@register(torch.addmv, Tensor.addmv)
+def addmv(
+    input: Tensor,  # noqa: A002 - torch's name, it may be given by keyword
+    mat: Tensor,
+    vec: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+    tracked: Tracked,
+) -> Operation:
+    """Read ``input + mat @ vec``, where ``input`` may be a bias."""
+    return addmm(input, mat, vec, beta=beta, alpha=alpha, tracked=tracked)

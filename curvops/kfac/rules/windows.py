@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvops.kfac.rules._base import accumulation_dtype, add_outer_, mirror_, wide
+from curvops.kfac.rules._base import add_outer_, wide
 
 _CACHED = 2**22  #: numbers that are copied at a time on their way into a product, small enough for caches
 
@@ -70,10 +69,9 @@ def window_sums(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     return x
 
 
-def channel_gram(x: Tensor) -> Tensor:
-    """Return ``sum_{n, l} x x'`` of ``x [N, G, C, L]`` as ``[G, C, C]``."""
+def add_channel_gram_(A: Tensor, x: Tensor) -> None:
+    """Add ``sum_{n, l} x x'`` of ``x [N, G, C, L]`` to the upper triangle of ``A [G, C, C]``; ``mirror_`` completes it."""
     G, C, L = x.shape[1:]
-    A = x.new_zeros(G, C, C, dtype=accumulation_dtype(x.dtype))
     for part in x.split(max(1, 16 * _CACHED // max(G * C * L, 1))):
         part = wide(part)
         if L < C or (G > 1 and C >= 256):  # few positions: gather them
@@ -83,17 +81,13 @@ def channel_gram(x: Tensor) -> Tensor:
                 add_outer_(A, image)
         else:  # 6x faster than einsum at 64 x 64 x 32 x 32
             A += (part @ part.mT).sum(0)
-    return mirror_(A)
 
 
-def patch_gram(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Return the second moment of the windows of ``x [N, G, C, *I]`` as ``[G, C * K, C * K]``, some patches at a time."""
-    n, (G, C) = len(axes), x.shape[1:3]
-    d = C * prod(axis.kernel for axis in axes)
-    A = x.new_zeros(G, d, d, dtype=accumulation_dtype(x.dtype))
+def add_patch_gram_(A: Tensor, x: Tensor, axes: Sequence[Axis]) -> None:
+    """Add the second moment of the windows of ``x [N, G, C, *I]`` to the upper triangle of ``A [G, C * K, C * K]``."""
+    n = len(axes)
     for part in _portions(patches(x, axes), 3 + n):
-        add_outer_(A, wide(part).movedim(0, 2 + n).reshape(G, d, -1))
-    return mirror_(A)
+        add_outer_(A, wide(part).movedim(0, 2 + n).reshape(*A.shape[:2], -1))
 
 
 def _portions(P: Tensor, axis: int) -> Iterator[Tensor]:

@@ -1,0 +1,112 @@
+"""Convolutions in one, two and three dimensions: the inputs are patches, the groups are those of the convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from einconv.utils import get_conv_paddings
+from torch import Tensor, nn
+
+from curvops.kfac.rules._base import Form, Operation, accumulation_dtype, mirror_, register, wide
+from curvops.kfac.rules.autocorrelation import add_window_gram_
+from curvops.kfac.rules.windows import Axis, add_channel_gram_, patches, window_sums
+
+
+@dataclass(frozen=True)
+class ConvForm(Form):
+    """A convolution: ``X [G, N, O, in/G * K]`` are patches, ``Y [G, N, O, out/G]``, ``W [G, out/G, in/G * K]``.
+
+    Attributes:
+        kernel: Kernel size per axis.
+        stride: Stride per axis.
+        padding: Zeros on the left and on the right per axis (they differ for ``"same"`` and even kernels).
+        dilation: Dilation per axis.
+        groups: Number of groups.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+
+    @property
+    def axes(self) -> list[Axis]:
+        """The spatial axes."""
+        settings = zip(self.kernel, self.stride, self.dilation, self.padding, strict=True)
+        return [Axis(k, s, d, *sides) for k, s, d, sides in settings]
+
+    def inputs(self, x: Tensor) -> Tensor:
+        n, P = len(self.kernel), patches(self._batched(x).unflatten(1, (self.groups, -1)), self.axes)
+        return P.permute(1, 0, *range(3 + n, 3 + 2 * n), *range(2, 3 + n)).flatten(2 + n).flatten(2, 1 + n)
+
+    def cotangents(self, g: Tensor) -> Tensor:
+        return self._channels(g).permute(1, 0, 3, 2)
+
+    def extent(self, x: Tensor) -> tuple[int, int]:
+        x = self._batched(x)
+        return x.shape[0], prod(axis.windows(size) for axis, size in zip(self.axes, x.shape[2:], strict=True))
+
+    def input_gram(self, x: Tensor) -> Tensor:
+        x = self._batched(x)
+        d = x.shape[1] // self.groups * prod(self.kernel)
+        A = x.new_zeros(self.groups, d, d, dtype=accumulation_dtype(x.dtype))
+        self.add_input_gram_(A, x)
+        return mirror_(A)
+
+    def add_input_gram_(self, A: Tensor, x: Tensor) -> None:
+        add_window_gram_(A, self._batched(x), self.axes, self.groups)
+
+    def input_sum(self, x: Tensor) -> Tensor:
+        x = wide(self._batched(x)).unflatten(1, (self.groups, -1))
+        return window_sums(x, self.axes).flatten(2).transpose(0, 1)
+
+    def output_gram(self, g: Tensor) -> Tensor:
+        d = self._channels(g).shape[2]
+        B = g.new_zeros(self.groups, d, d, dtype=accumulation_dtype(g.dtype))
+        self.add_output_gram_(B, g)
+        return mirror_(B)
+
+    def add_output_gram_(self, B: Tensor, g: Tensor) -> None:
+        add_channel_gram_(B, self._channels(g))
+
+    def output_sum(self, g: Tensor) -> Tensor:
+        return wide(self._channels(g)).sum(3).transpose(0, 1)
+
+    def _batched(self, x: Tensor) -> Tensor:
+        """Add the batch axis that an unbatched image lacks."""
+        return x if x.ndim == len(self.kernel) + 2 else x.unsqueeze(0)
+
+    def _channels(self, g: Tensor) -> Tensor:
+        """Split groups and join positions: ``[N, G, out/G, O]``."""
+        return self._batched(g).flatten(2).unflatten(1, (self.groups, -1))
+
+
+@register(torch.conv1d, torch.conv2d, torch.conv3d, modules=(nn.Conv1d, nn.Conv2d, nn.Conv3d))
+def convolution(
+    input: Tensor,  # noqa: A002  (torch's name: it may be given by keyword)
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    tracked: Callable[[Tensor], bool],
+) -> Operation:
+    """Read a call of ``torch.conv1d/2d/3d``. Other padding modes pad first and then call these without padding."""
+    kernel = tuple(weight.shape[2:])
+    n = len(kernel)
+    strides, dilations = _per_axis(stride, n), _per_axis(dilation, n)
+    paddings = (padding,) * n if isinstance(padding, str) else _per_axis(padding, n)
+    sides = tuple(get_conv_paddings(*axis) for axis in zip(kernel, strides, paddings, dilations, strict=True))
+    return Operation(ConvForm(kernel, strides, sides, dilations, groups), input, weight, bias)
+
+
+def _per_axis(value: int | Sequence[int], n: int) -> tuple[int, ...]:
+    """Repeat a hyperparameter that is given once for all axes, as torch does."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * n if len(values) == 1 else values
