@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,6 @@ from tqdm import tqdm
 
 from curvops import viz
 from curvops.kfac.operator import KFACLinearOperator
-
-WIDTH = 100
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,9 +127,16 @@ def _digits() -> tuple[Tensor, Tensor]:
 def _network(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(
-        *(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU()),
-        *(nn.Conv2d(8, 16, 3, padding=1, stride=2), nn.ReLU(), nn.Flatten()),
-        *(nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 10)),
+        OrderedDict(
+            conv1=nn.Conv2d(1, 8, 3, padding=1),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(8, 16, 3, padding=1, stride=2),
+            relu2=nn.ReLU(),
+            flatten=nn.Flatten(),
+            hidden=nn.Linear(256, 32),
+            relu3=nn.ReLU(),
+            classes=nn.Linear(32, 10),
+        )
     )
 
 
@@ -167,7 +173,7 @@ def _print_blocks(K: KFACLinearOperator, damping: float) -> None:
         shape = " x ".join(map(str, matrix if groups == 1 else (groups, *matrix)))
         numbers = (float(part.operator.trace()), high, (high + damping) / (low + damping))
         rows.append((part.label, shape, *(f"{n:.3e}" for n in numbers), K.treatments[part.placement.names[0]].detail))
-    _print_table(header, rows)
+    _print_table("lrrrrl", header, rows)
     print(f"\nshape: outputs x inputs (and bias); condition: of the block + {damping:g} I")
 
 
@@ -179,15 +185,14 @@ def _print_eigenvalues(K: KFACLinearOperator, top: int) -> None:
         (str(i + 1), f"{a:.6g}", f"{b:.6g}", f"{abs(a - b) / b:.0e}")
         for i, (a, b) in enumerate(zip(lanczos, exact, strict=True))
     ]
-    _print_table(("", "scipy eigsh(K)", "K.eigenvalues()", "difference"), rows)
+    _print_table("rrrr", ("", "scipy eigsh(K)", "K.eigenvalues()", "difference"), rows)
 
 
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Numbers to the right, words to the left."""
+def _print_table(align: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns to the left (``l``) or to the right (``r``)."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    numeric = [all(row[i][:1].isdigit() for row in rows) for i in range(len(header))]
     for row in (header, *rows):
-        cells = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
+        cells = (c.rjust(w) if a == "r" else c.ljust(w) for a, c, w in zip(align, row, widths, strict=True))
         print("  ".join(cells).rstrip())
 
 

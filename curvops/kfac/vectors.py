@@ -80,6 +80,10 @@ class Vectors:
         index = index.reshape(self._view.N, self._view.T).to(self._data.device)
         return self._view.root(torch.where(index.unsqueeze(-1) >= 0, self._rotation[index.clamp(min=0)], 0.0))
 
+    def fills(self, vector: Tensor, index: Tensor) -> bool:
+        """Whether a vector is nonzero on every entry of the loss terms that take part: then it can miss nothing."""
+        return int(vector.count_nonzero()) == int((index >= 0).sum()) * self._view.C
+
     def probe(self, index: Tensor) -> Tensor:
         """Return a generic vector on the loss terms with ``index >= 0``: it finds out what they reach."""
         like = self._view.gradient()

@@ -5,8 +5,8 @@ With stride 1 and dilation ``d``, the block of the entries ``i`` and ``j = i + �
     A[(c, i), (c', j)] = sum_m x[c, m] x[c', m + d δ],    m in a range that depends on i,
 
 so up to the ends of that range it depends on the shift δ alone: ``A`` is an autocorrelation. The image is copied once,
-as lines of positions, channels last, with zeros between the lines (:class:`_Lines`). A shift is then an offset in memory,
-and all shifts along a line are one matrix product of two *views* of that copy. Borders are exact:
+as lines of positions, channels last, with zeros between the lines (:class:`_Lines`). A shift is then an offset in
+memory, and all shifts along a line are one matrix product of two *views* of that copy. Borders are exact:
 
 - along the first axis, ranges are cut where any of them begins or ends; every piece is multiplied once and added to the
   entries whose range contains it. Products with padding never arise;
@@ -28,31 +28,25 @@ from torch import Tensor
 from curvops.kfac.rules._base import accumulation_dtype
 from curvops.kfac.rules.windows import Axis, add_channel_gram_, add_patch_gram_, pad, patches
 
-
 _COPY = 130  #: multiplications that cost as much as copying one number into a product, or out of it
 _CALL = 2_000_000  #: multiplications that cost as much as one small call
 _LIMIT = 2**26  #: numbers in the copy of a part of the batch
 
 
-def add_window_gram_(A: Tensor, x: Tensor, axes: Sequence[Axis], groups: int = 1) -> Tensor:
-    """Add the second moment of the windows of ``x [N, C, *I]`` to ``A [G, C / G * K, C / G * K]``.
+def add_window_gram_(A: Tensor, x: Tensor, axes: Sequence[Axis]) -> None:
+    """Add the second moment of the windows of ``x [N, G, C, *I]`` to ``A [G, C * K, C * K]``.
 
     Takes what costs least: one product over the channels, the autocorrelation, or products of patches. Only the upper
     triangle may be complete; ``mirror_`` completes the other.
     """
-    x, axes = _without_points(x.unflatten(1, (groups, -1)), axes)
-    N, _, C, *sizes = x.shape
+    x, axes = _without_points(x, axes)
     if not axes:
         add_channel_gram_(A, x.flatten(3))
-        return A
-    d = A.shape[-1]
-    rows = N * prod(axis.windows(size) for axis, size in zip(axes, sizes, strict=True))
-    if _work(N, groups, C, sizes, axes) > groups * rows * d * (d * (1.0 if d < 256 else 0.65) + _COPY):
+    elif _work(x.shape, axes) > _patch_work(x.shape, axes):
         add_patch_gram_(A, x, axes)
-        return A
-    for part in x.split(max(1, _LIMIT // max(x[:1].numel() * axes[0].kernel, 1))):
-        add_autocorrelation_(A, part, axes)
-    return A
+    else:
+        for part in x.split(max(1, _LIMIT // max(x[:1].numel() * axes[0].kernel, 1))):
+            add_autocorrelation_(A, part, axes)
 
 
 def _without_points(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]]:
@@ -69,21 +63,30 @@ def _without_points(x: Tensor, axes: Sequence[Axis]) -> tuple[Tensor, list[Axis]
     return x, [axis for axis in axes if axis.kernel > 1]
 
 
-def _work(N: int, G: int, C: int, sizes: Sequence[int], axes: Sequence[Axis]) -> float:
-    """Count the work of ``autocorrelation``, in multiplications."""
+def _patch_work(shape: Sequence[int], axes: Sequence[Axis]) -> float:
+    """Count the work of ``add_patch_gram_``, in multiplications."""
+    N, G, C, *sizes = shape
+    d = C * prod(axis.kernel for axis in axes)
+    rows = N * prod(axis.windows(size) for axis, size in zip(axes, sizes, strict=True))
+    return G * rows * d * (d * (1.0 if d < 256 else 0.65) + _COPY)
+
+
+def _work(shape: Sequence[int], axes: Sequence[Axis]) -> float:
+    """Count the work of ``add_autocorrelation_``, in multiplications; infinite where it cannot be used."""
     if any(axis.stride > 1 and axis.dilation > 1 for axis in axes[-2:]):
         return inf
-    channels = C
+    N, G, C, *sizes = shape
     if len(axes) == 3:
         N, C, sizes, axes = N * axes[0].windows(sizes[0]), C * axes[0].kernel, sizes[1:], axes[1:]
     units = [_unit(axis) for axis in axes]
+    strided = any(axis.stride > 1 for axis in axes)
     C *= prod(axis.stride for axis in axes)
     sizes = [n if u is a else a.windows(n) + u.kernel - 1 for a, u, n in zip(axes, units, sizes, strict=True)]
     row, column = (Axis(), *units)[-2:]
     H, W = (1, *sizes)[-2:]
     gap, block = column.kernel - 1, max(1, 8 // C)
     outside = max(0, gap - column.left) + max(0, gap - column.right)
-    copies = 1 if C == channels else 3
+    copies = 3 if strided else 1
     work = _COPY * G * copies * (H * N * (W + gap) * C + (C * row.kernel * column.kernel) ** 2)
     for shift in range(row.kernel):
         pieces = _pieces(_ranges(row, H, shift))
@@ -118,7 +121,7 @@ def _unfold_first(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _strided_gram(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """Turn strides into channels: ``[*, G, C, H, W]`` with stride s is ``[*, G, C * s * s, H / s, W / s]`` with stride 1."""
+    """Turn strides into channels: with stride s, ``[*, G, C, H, W]`` becomes ``[*, G, C * s * s, H / s, W / s]``."""
     C, strides = x.shape[-3], [axis.stride for axis in axes]
     units = [_unit(axis) for axis in axes]
     x = pad(x, [_whole(a, u, n) for a, u, n in zip(axes, units, x.shape[-2:], strict=True)])
@@ -217,7 +220,7 @@ class _Lines:
 
     @staticmethod
     def _outside(axis: Axis, width: int) -> Iterator[tuple[slice, slice]]:
-        """Windows that overlap the image but lie outside the padded image: their pixels, and the entries reading them."""
+        """Windows on the image that the convolution does not have: their pixels, and the entries reading them."""
         for n in range(1, axis.kernel - axis.left):
             m = min(n, width)
             yield slice(0, m), slice(axis.kernel - n, axis.kernel - n + m)
@@ -226,7 +229,7 @@ class _Lines:
             yield slice(width - m, width), slice(n - m, n)
 
     def moment(self, top: int, rows: int, shift: int) -> Tensor:
-        """Sum over ``rows`` rows from ``top`` on: windows of a row times windows ``shift`` rows below, ``[G, C, K, K, C]``."""
+        """Sum windows of a row times those ``shift`` rows below, for ``rows`` rows from ``top`` on: ``[G, C, K, K, C]``."""
         S, K = self._shifts(top, rows, shift), self.kernel
         M = torch.stack([S[:, :, K - 1 - i : 2 * K - 1 - i] for i in range(K)], dim=2)
         upper, lower = (self.images[:, r : r + rows] for r in (top, top + shift))

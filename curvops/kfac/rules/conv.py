@@ -40,7 +40,7 @@ class ConvForm(Form):
         return [Axis(k, s, d, *sides) for k, s, d, sides in settings]
 
     def inputs(self, x: Tensor) -> Tensor:
-        n, P = len(self.kernel), patches(self._batched(x).unflatten(1, (self.groups, -1)), self.axes)
+        n, P = len(self.kernel), patches(_split(self._batched(x), self.groups), self.axes)
         return P.permute(1, 0, *range(3 + n, 3 + 2 * n), *range(2, 3 + n)).flatten(2 + n).flatten(2, 1 + n)
 
     def cotangents(self, g: Tensor) -> Tensor:
@@ -58,11 +58,10 @@ class ConvForm(Form):
         return mirror_(A)
 
     def add_input_gram_(self, A: Tensor, x: Tensor) -> None:
-        add_window_gram_(A, self._batched(x), self.axes, self.groups)
+        add_window_gram_(A, _split(self._batched(x), self.groups), self.axes)
 
     def input_sum(self, x: Tensor) -> Tensor:
-        x = wide(self._batched(x)).unflatten(1, (self.groups, -1))
-        return window_sums(x, self.axes).flatten(2).transpose(0, 1)
+        return window_sums(_split(wide(self._batched(x)), self.groups), self.axes).flatten(2).transpose(0, 1)
 
     def output_gram(self, g: Tensor) -> Tensor:
         d = self._channels(g).shape[2]
@@ -82,12 +81,12 @@ class ConvForm(Form):
 
     def _channels(self, g: Tensor) -> Tensor:
         """Split groups and join positions: ``[N, G, out/G, O]``."""
-        return self._batched(g).flatten(2).unflatten(1, (self.groups, -1))
+        return _split(self._batched(g).flatten(2), self.groups)
 
 
 @register(torch.conv1d, torch.conv2d, torch.conv3d, modules=(nn.Conv1d, nn.Conv2d, nn.Conv3d))
 def convolution(
-    input: Tensor,  # noqa: A002  (torch's name: it may be given by keyword)
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: int | Sequence[int] = 1,
@@ -104,6 +103,11 @@ def convolution(
     paddings = (padding,) * n if isinstance(padding, str) else _per_axis(padding, n)
     sides = tuple(get_conv_paddings(*axis) for axis in zip(kernel, strides, paddings, dilations, strict=True))
     return Operation(ConvForm(kernel, strides, sides, dilations, groups), input, weight, bias)
+
+
+def _split(x: Tensor, groups: int) -> Tensor:
+    """``[N, C, *] -> [N, groups, C / groups, *]``."""
+    return x.unflatten(1, (groups, x.shape[1] // groups))
 
 
 def _per_axis(value: int | Sequence[int], n: int) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""Linear maps written as ``linear``, ``matmul`` or ``addmm``: every row of the input is a row of the canonical form."""
+"""Linear maps written as ``linear``, ``matmul`` or ``addmm``: every row of the input is a row of the canonical form.
+
+The parameters of rules bear the names that torch gives them, for calls by keyword.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class LinearForm(Form):
 
 @register(F.linear, modules=(nn.Linear,))
 def linear(
-    input: Tensor,  # noqa: A002 - torch's name, it may be given by keyword
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -65,7 +68,7 @@ def linear(
 @register(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, torch.bmm)
 @register(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.mv, Tensor.bmm)
 def matmul(
-    input: Tensor,  # noqa: A002 - torch's name, it may be given by keyword
+    input: Tensor,
     other: Tensor | None = None,
     *,
     mat2: Tensor | None = None,
@@ -77,7 +80,7 @@ def matmul(
     second = next(t for t in (other, mat2, vec) if t is not None)
     if tracked(input) and tracked(second):
         raise NotImplementedError(
-            "both factors of the product are parameters; supported: one of them. Its curvature is not that of a linear map."
+            "both factors of the product are parameters, so it is not linear in them; supported: one of them"
         )
     left = tracked(input)
     weight, x = (input, second) if left else (second, input)
@@ -97,7 +100,7 @@ def reversed_matmul(second: Tensor, first: Tensor, *, tracked: Tracked) -> Opera
 
 @register(torch.addmm, Tensor.addmm)
 def addmm(
-    input: Tensor,  # noqa: A002 - torch's name, it may be given by keyword
+    input: Tensor,
     mat1: Tensor,
     mat2: Tensor,
     *,
@@ -116,14 +119,14 @@ def addmm(
         return Operation(product.form, product.x, product.weight, input)
     if tracked(input):
         raise NotImplementedError(
-            f"a parameter of shape {tuple(input.shape)} is added; supported: a bias of shape {biases[0]}, one per output"
+            f"a parameter of shape {tuple(input.shape)} is added; supported: one number per output, shape {biases[0]}"
         )
     return product
 
 
 @register(torch.addmv, Tensor.addmv)
 def addmv(
-    input: Tensor,  # noqa: A002 - torch's name, it may be given by keyword
+    input: Tensor,
     mat: Tensor,
     vec: Tensor,
     *,

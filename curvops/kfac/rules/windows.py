@@ -70,7 +70,7 @@ def window_sums(x: Tensor, axes: Sequence[Axis]) -> Tensor:
 
 
 def add_channel_gram_(A: Tensor, x: Tensor) -> None:
-    """Add ``sum_{n, l} x x'`` of ``x [N, G, C, L]`` to the upper triangle of ``A [G, C, C]``; ``mirror_`` completes it."""
+    """Add ``sum_{n, l} x x'`` of ``x [N, G, C, L]`` to ``A [G, C, C]``, at least to what ``mirror_`` copies."""
     G, C, L = x.shape[1:]
     for part in x.split(max(1, 16 * _CACHED // max(G * C * L, 1))):
         part = wide(part)
@@ -84,7 +84,10 @@ def add_channel_gram_(A: Tensor, x: Tensor) -> None:
 
 
 def add_patch_gram_(A: Tensor, x: Tensor, axes: Sequence[Axis]) -> None:
-    """Add the second moment of the windows of ``x [N, G, C, *I]`` to the upper triangle of ``A [G, C * K, C * K]``."""
+    """Add the second moment of the windows of ``x [N, G, C, *I]`` to ``A [G, C * K, C * K]``, where ``mirror_`` reads it.
+
+    Patches are formed some images (or a part of one) at a time.
+    """
     n = len(axes)
     for part in _portions(patches(x, axes), 3 + n):
         add_outer_(A, wide(part).movedim(0, 2 + n).reshape(*A.shape[:2], -1))

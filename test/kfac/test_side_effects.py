@@ -1,0 +1,275 @@
+"""Nothing of the user's is changed: not by a pass, not by one that fails in the middle, in no context."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from kfac.oracle import relative_error
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.data import DataLoader, Dataset
+
+from curvops import KFACLinearOperator, explain
+
+D = 4
+
+
+class Boom(Exception):
+    """What tests raise in the middle."""
+
+
+class Failing(torch.autograd.Function):
+    """An identity whose backward pass may fail."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise Boom
+        return g, None
+
+
+class Net(nn.Module):
+    """Everything that keeps state: statistics, a counter, ties, attention, chance, frozen parameters."""
+
+    def __init__(self, fail: str = "") -> None:
+        super().__init__()
+        self.a, self.norm, self.drop = nn.Linear(D, D), nn.BatchNorm1d(D, affine=False), nn.Dropout(0.5)
+        self.attention, self.b, self.frozen = nn.MultiheadAttention(D, 2), nn.Linear(D, D, bias=False), nn.Linear(D, 3)
+        self.b.weight = self.a.weight
+        self.frozen.requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(D), persistent=False)
+        self.fail = fail
+        self.eval()
+        self.drop.train()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x.mean(0)  # replaces the buffer
+        h = self.drop(self.norm(self.a(x)).relu_()) + torch.randn(D, dtype=x.dtype) * random.random() * np.random.rand()
+        h = self.attention(h[None], h[None], h[None], need_weights=False)[0][0].to(x.dtype)
+        if self.fail == "model" and self.calls == self.calls.clone().fill_(x.shape[0] == 2):
+            raise Boom
+        return Failing.apply(self.frozen(self.b(h)), self.fail == "backward")
+
+
+class Pairs(Dataset):
+    """Draws noise from every generator, as augmentations do; may fail at a datum."""
+
+    def __init__(self, fail: str = "") -> None:
+        self.X, self.y, self.fail = torch.rand(6, D), torch.rand(6, 3).round(), fail
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        if self.fail == "data" and i == 5:
+            raise Boom
+        return self.X[i] + torch.rand_like(self.X[i]) + random.random() + np.random.rand(), self.y[i]
+
+
+def state(*models: nn.Module) -> dict[str, Any]:
+    """Photograph what belongs to the user."""
+    picture: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [a.tolist() if isinstance(a, np.ndarray) else a for a in np.random.get_state()],
+        "torch": torch.get_rng_state().tolist(),
+        "modes": [id(m) for m in _get_current_function_mode_stack()],
+        "dispatch": torch._C._len_torch_dispatch_stack(),
+        "dtype": torch.get_default_dtype(),
+        "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "torch functions": (id(F.has_torch_function), id(F.linear), id(torch.nn.functional.dropout)),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+    for i, (name, module) in enumerate(pair for m in models for pair in m.named_modules(remove_duplicate=False)):
+        shelf = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_buffers", "_modules")}
+        picture[f"{i} {name} dict"] = {k: dict(v) if isinstance(v, dict) else repr(v) for k, v in shelf.items()}
+        for key, t in (*module._parameters.items(), *module._buffers.items()):
+            if t is not None:
+                hooks = dict(t._backward_hooks or {}), dict(t._post_accumulate_grad_hooks or {})
+                picture[f"{i} {name}.{key}"] = (id(t), t.tolist(), t.requires_grad, t.data_ptr(), t._version, hooks)
+                grad = t.grad if t.is_leaf else None
+                picture[f"{i} {name}.{key}.grad"] = grad if grad is None else (id(grad), grad.tolist())
+    return picture
+
+
+def dressed(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """Fill ``.grad`` and hang hooks on everything; return, too, where hooks of parameters write that they fired."""
+    fired: list[str] = []
+    for i, (name, p) in enumerate(model.named_parameters()):
+        if p.requires_grad:
+            p.grad = torch.full_like(p, float(i))
+            p.register_hook(lambda g, n=name: fired.append(f"{n} tensor hook"))
+            p.register_post_accumulate_grad_hook(lambda p, n=name: fired.append(f"{n} accumulated"))
+    model.a.register_forward_hook(lambda m, x, y: None)
+    model.a.register_forward_pre_hook(lambda m, x: None)
+    model.b.register_full_backward_hook(lambda m, gx, gy: None)
+    model.a.register_state_dict_pre_hook(lambda m, prefix, keep: None)
+    return model, fired
+
+
+def loader(fail: str = "") -> DataLoader:
+    return DataLoader(Pairs(fail), batch_size=4, shuffle=True)
+
+
+def loss_that(fail: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        if fail == "loss" and len(output) == 2:
+            raise Boom
+        return (output - target).square().mean()
+
+    return loss
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(old)
+
+
+class Transparent(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager]] = {
+    "plain": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "set_grad_enabled": lambda: torch.set_grad_enabled(False),
+    "default dtype": lambda: default_dtype(torch.float64),
+    "device": lambda: torch.device("cpu"),
+    "function mode": Transparent,
+}
+OPTIONS = {"unsupported": "exact", "allow_train_mode": True}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("fail", ["", "model", "data", "loss", "backward"])
+def test_R11_state_is_as_before(fail: str, context: str) -> None:
+    model, fired = dressed(Net(fail))
+    data, loss = loader(fail), loss_that(fail)
+    with CONTEXTS[context]():
+        before = state(model)
+        with pytest.raises(Boom) if fail else contextlib.nullcontext():
+            KFACLinearOperator(model, loss, None, data, fisher_type="type-2", kfac_approx="reduce", **OPTIONS)
+        after = state(model)
+    assert not fired
+    assert before.keys() == after.keys()
+    assert {k: (before[k], after[k]) for k in before if before[k] != after[k]} == {}
+
+
+def test_R11_the_photograph_shows_what_a_training_step_changes() -> None:
+    model, fired = dressed(Net())
+    before = state(model)
+    X, y = next(iter(loader()))
+    loss_that("")(model(X), y).backward()
+    changed = {k for k, v in state(model).items() if v != before[k]}
+    calls, grads = ({k for k in before if k.endswith(e)} for e in (" .calls", "a.weight.grad"))
+    assert {"torch", "python", "numpy"} | calls | grads <= changed
+    assert any("last" in k for k in changed)
+    assert "a.weight tensor hook" in fired
+    assert "a.weight accumulated" in fired
+
+
+@pytest.mark.parametrize("method", ["update", "explain", "check_deterministic", "inverse", "merge"])
+def test_R11_other_calls_leave_the_state_as_it_was(method: str) -> None:
+    model, fired = dressed(Net())
+    model.drop.eval()
+    data = loader()
+    K = KFACLinearOperator(model, loss_that(""), None, data, **OPTIONS)
+    before = state(model)
+    if method == "explain":
+        explain(model, None, data, **OPTIONS)
+    elif method == "check_deterministic":
+        with pytest.raises(ValueError, match="first batch differs between two readings"):
+            KFACLinearOperator(model, loss_that(""), None, data, check_deterministic=True, **OPTIONS)
+    else:
+        {
+            "update": lambda: K.update(data, 0.5),
+            "inverse": lambda: K.inverse(0.1).sample(2) @ K,
+            "merge": lambda: K.merge(K),
+        }[method]()
+    assert {k for k, v in state(model).items() if v != before[k]} == set()
+    assert not fired
+
+
+def plain(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list]:
+    net = nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    return net, [(torch.randn(n, D, dtype=dtype), torch.randn(n, 3, dtype=dtype)) for n in (4, 2)]
+
+
+@pytest.mark.parametrize("context", ["no_grad", "inference_mode", "device", "function mode", "default dtype"])
+@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
+def test_R11_the_context_changes_no_number(fisher: str, context: str) -> None:
+    net, data = plain()
+    make = lambda: KFACLinearOperator(net, nn.MSELoss(), None, data, fisher_type=fisher)  # noqa: E731
+    want = make().to_dense()
+    with CONTEXTS[context]():
+        K = make()
+        inside = [(X.clone(), y.clone()) for X, y in data]
+        assert relative_error(K.to_dense(), want) < 1e-12
+        other = KFACLinearOperator(net, nn.MSELoss(), None, inside, fisher_type=fisher)
+    # What was made inside must be good outside, too.
+    assert relative_error(other.to_dense(), want) < 1e-12
+    v = torch.randn(len(want), dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad((K @ v).square().sum(), v)
+    assert relative_error(gradient, 2 * want @ want @ v.detach()) < 1e-12
+    assert relative_error(K.inverse(0.1).to_dense(), torch.linalg.inv(want + 0.1 * torch.eye(len(want)).to(want))) < 1e-9
+    if fisher != "mc":
+        assert relative_error(K.update(inside, 0.3).merge(other).to_dense(), want) < 1e-12
+
+
+def test_R11_models_made_in_inference_mode_work() -> None:
+    with torch.inference_mode():
+        net, data = plain()
+    K = KFACLinearOperator(net, nn.MSELoss(), None, data, fisher_type="type-2")
+    twin = nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    twin.load_state_dict(net.state_dict())
+    want = KFACLinearOperator(twin, nn.MSELoss(), None, [(X.clone(), y.clone()) for X, y in data], fisher_type="type-2")
+    assert relative_error(K.to_dense(), want.to_dense()) < 1e-12
+
+
+def test_R11_autocast_around_the_call_changes_rounding_only() -> None:
+    net, data = plain(torch.float32)
+    want = KFACLinearOperator(net, nn.MSELoss(), None, data, fisher_type="type-2").to_dense()
+    with torch.autocast("cpu", torch.bfloat16):
+        K = KFACLinearOperator(net, nn.MSELoss(), None, data, fisher_type="type-2")
+    assert K.to_dense().dtype == torch.float32
+    assert 0 < relative_error(K.to_dense(), want) < 3e-2
+
+
+def test_R11_batches_are_not_changed() -> None:
+    net, data = plain()
+    before = [(id(t), t.tolist(), t._version, t.requires_grad) for batch in data for t in batch]
+    KFACLinearOperator(net, nn.MSELoss(), None, data, fisher_type="mc")
+    assert [(id(t), t.tolist(), t._version, t.requires_grad) for batch in data for t in batch] == before
+
+
+def test_R11_full_backward_hooks_that_log_change_nothing() -> None:
+    net, data = plain()
+    want = KFACLinearOperator(net, nn.MSELoss(), None, data, fisher_type="type-2").to_dense()
+    handle = net[1].register_full_backward_hook(lambda m, gx, gy: None)
+    found = KFACLinearOperator(net, nn.MSELoss(), None, data, fisher_type="type-2").to_dense()
+    assert relative_error(found, want) < 1e-12
+    assert handle.id in net[1]._backward_hooks
