@@ -175,7 +175,17 @@ class EmpiricalRisk:
                 yield leaves
 
     def predict(self, leaves: dict[str, Tensor], X: Any) -> Any:
-        """Call the model at ``leaves``."""
+        """Call the model at ``leaves``; refuse one that draws random numbers, unless that is allowed."""
+        before = _torch_random_state(self.device)
+        prediction = self._call(leaves, X)
+        if not self.allow_train_mode and not all(map(torch.equal, before, _torch_random_state(self.device))):
+            raise ValueError(
+                "The model draws random numbers (an active dropout, noise, sampling), so predictions depend on chance; call "
+                "model.eval(), or pass allow_train_mode=True."
+            )
+        return prediction
+
+    def _call(self, leaves: dict[str, Tensor], X: Any) -> Any:
         if not isinstance(self.model, nn.Module):
             return self.model(leaves, X)
         if isinstance(X, Mapping) and not _takes_one_argument(self.model):
@@ -187,8 +197,8 @@ class EmpiricalRisk:
 def named_params(model: Model, params: Params) -> dict[str, Tensor]:
     """Return the parameters as an ordered dictionary from name to tensor."""
     if not isinstance(model, nn.Module):
-        if not callable(model):
-            raise TypeError(f"model: found {type(model).__name__}, expected a module or a callable (params, x) -> prediction.")
+        if not callable(model) or isinstance(model, type):
+            raise TypeError(f"model: found {model!r}, expected a module or a callable (params, x) -> prediction.")
         if not isinstance(params, Mapping):
             raise TypeError(f"params: found {type(params).__name__}; a callable model needs a dictionary name -> tensor.")
         result = dict(params)
@@ -213,6 +223,8 @@ def _names_of(model: nn.Module, params: Any) -> dict[str, Tensor]:
     names = {id(p): n for n, p in model.named_parameters()}
     result: dict[str, Tensor] = {}
     for i, p in enumerate(params):
+        if not isinstance(p, Tensor):
+            raise TypeError(f"params[{i}]: found {p!r}, expected a parameter of the model, or a dictionary name -> tensor.")
         if id(p) not in names:
             raise ValueError(
                 f"params[{i}]: found a tensor that is no parameter of the model; to use other values, pass a dictionary "
@@ -312,6 +324,11 @@ def random_state_kept(device: torch.device | None = None) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _torch_random_state(device: torch.device) -> list[Tensor]:
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [torch.get_rng_state(), *cuda]
 
 
 # ---- batches ------------------------------------------------------------------------

@@ -149,11 +149,11 @@ class Collector(Generic[S]):
     def _check_counts(self) -> None:
         counts, risk = self.counts, self._risk
         if risk.num_data is not None and risk.num_data != counts.num_data:
-            raise ValueError(f"num_data: found {risk.num_data}, but the data hold {counts.num_data}; leave it out or correct it.")
+            raise ValueError(f"num_data: found {risk.num_data!r}, but the data hold {counts.num_data}; leave it out or correct it.")
         terms = risk.num_per_example_loss_terms
         if terms is not None and terms * counts.num_data != counts.loss_terms:
             raise ValueError(
-                f"num_per_example_loss_terms: found {terms}, but the data hold {counts.loss_terms} loss terms for "
+                f"num_per_example_loss_terms: found {terms!r}, but the data hold {counts.loss_terms} loss terms for "
                 f"{counts.num_data} data; leave it out or correct it."
             )
         if risk.loss.reduction == "mean" and not counts.normalizer > 0:
@@ -166,5 +166,7 @@ class Collector(Generic[S]):
 def _check_output(output: Tensor, batch: int) -> None:
     if output.ndim == 0:
         raise ValueError(f"Batch {batch}: the prediction is a scalar; expected an axis of data first.")
+    if output.numel() == 0:
+        raise ValueError(f"Batch {batch}: the prediction is empty (shape {tuple(output.shape)}); leave empty batches out.")
     if not torch.isfinite(output).all():
-        raise ValueError(f"Batch {batch}: the prediction has NaN or infinite entries, though the data are finite.")
+        raise ValueError(f"Batch {batch}: the prediction has NaN or infinite entries, though the data have none; check the params.")

@@ -155,7 +155,7 @@ class Estimate:
         for factor, name in ((sums.A, "input"), (B, "output")):
             # Entries of a Gram matrix are bounded by its diagonal.
             if factor is not None and not torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all():
-                raise ValueError(f"Block {label!r}: its {name} factor has NaN or infinite entries.")
+                raise ValueError(f"Block {label!r}: its {name} factor has NaN or infinite entries; rescale the data, or use float64.")
         return B, sums.A
 
     def _dense(self, name: str) -> LinearOperator:

@@ -106,6 +106,8 @@ class KFACLinearOperator(DirectSum):
         unsupported = _choice("unsupported", unsupported, Unsupported)
         if isinstance(mc_samples, bool) or not isinstance(mc_samples, int) or mc_samples < 1:
             raise ValueError(f"mc_samples: found {mc_samples!r}, expected a positive integer.")
+        if not hasattr(seed, "__index__"):
+            raise TypeError(f"seed: found {seed!r}, expected an integer.")
         self._risk: EmpiricalRisk | None = EmpiricalRisk(
             model,
             loss,

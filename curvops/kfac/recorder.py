@@ -135,9 +135,9 @@ class Recorder(TorchFunctionMode):
     # ---- during the forward pass -------------------------------------------------
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        self._check_chance(func, args, kwargs)
         found = [self._operands[id(t)] for t in _flat(args, kwargs) if id(t) in self._operands]
         if not found:
-            self._check_chance(func, args, kwargs)
             return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             # Its Python body runs bit-identically, and its projections are seen, once it stops deferring to modes.
@@ -205,7 +205,7 @@ class Recorder(TorchFunctionMode):
             p, training = (*args[1:3], *(kwargs[k] for k in ("p", "training") if k in kwargs))[:2]
             if training and p > 0:
                 raise ValueError(f"{func.__name__} is active (p={p}); call model.eval(), or pass allow_train_mode=True.")
-        elif func is F.batch_norm and (args[5] if len(args) > 5 else kwargs.get("training", False)):
+        elif func in (F.batch_norm, torch.batch_norm) and (args[5] if len(args) > 5 else kwargs.get("training", False)):
             raise ValueError(
                 "batch_norm uses the statistics of the batch, so predictions depend on the other data; call model.eval() "
                 "(with running statistics), or pass allow_train_mode=True."

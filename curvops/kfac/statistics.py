@@ -60,6 +60,7 @@ class Sums:
     Attributes:
         placement: Where the parameters sit in the block.
         uses: Operations that consume the block in one forward pass.
+        partial: Only the upper triangle of ``B`` is filled.
     """
 
     placement: Placement
@@ -67,6 +68,7 @@ class Sums:
     A: Tensor | None = None
     B: Tensor | None = None
     rows: float = 0.0
+    partial: bool = False
 
 
 class Factors:
@@ -106,8 +108,9 @@ class Factors:
     def close(self) -> None:
         """Complete output factors, of which passes fill the upper triangle only."""
         for sums in self.sums.values():
-            if sums.B is not None:
+            if sums.partial and sums.B is not None:
                 mirror_(sums.B)
+                sums.partial = False
 
     def merge(self, other: Factors) -> None:
         """Add the sums of other data, which must be closed."""
@@ -125,6 +128,7 @@ class Factors:
 
 def _expand_inputs(site: Site, sums: Sums) -> None:
     G, _, d = site.weight_shape
+    partial = False
     for use, column in site.members:
         M, S = use.form.extent(use.x)
         sums.rows += M * S
@@ -134,13 +138,14 @@ def _expand_inputs(site: Site, sums: Sums) -> None:
         if sums.A is None:
             size = d + len(site.biases)
             sums.A = x.new_zeros(G, size, size, dtype=accumulation_dtype(x.dtype))
-        use.form.add_input_gram_(sums.A[:, :d, :d], x)
+        partial |= use.form.add_input_gram_(sums.A[:, :d, :d], x)
         if column is not None:
             j = d + column
             sums.A[:, :d, j] += use.form.input_sum(x).sum(1)
             sums.A[:, j, j] += M * S
-    if sums.A is not None:  # complete the rows that only have an upper triangle
-        mirror_(sums.A[:, :d, :d])
+    if sums.A is not None:
+        if partial:
+            mirror_(sums.A[:, :d, :d])
         sums.A[:, d:, :d] = sums.A[:, :d, d:].mT
 
 
@@ -174,7 +179,7 @@ def _expand_outputs(site: Site, sums: Sums, gradients: dict[Use, Tensor]) -> Non
             g = gradients[use]
             if sums.B is None:
                 sums.B = g.new_zeros(G, o, o, dtype=accumulation_dtype(g.dtype))
-            use.form.add_output_gram_(sums.B, g)
+            sums.partial |= use.form.add_output_gram_(sums.B, g)
 
 
 def _reduce_outputs(site: Site, sums: Sums, gradients: dict[Use, Tensor], seen: Observation) -> None:

@@ -58,6 +58,8 @@ def explain(model: Model, params: Params = None, data: Iterable[tuple[Any, Any]]
     """
     separate = options.pop("separate_weight_and_bias", False)
     policy = options.pop("unsupported", "raise")
+    if policy not in ("raise", "exact", "diagonal", "zero"):
+        raise ValueError(f"unsupported: found {policy!r}, expected one of 'raise', 'exact', 'diagonal', 'zero'.")
     if data is None:
         return _assumed(model, params, policy)
     risk = EmpiricalRisk(model, nn.MSELoss(), params, data, **options)

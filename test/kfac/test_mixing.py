@@ -18,6 +18,7 @@ from kfac.mixing_cases import (
     Position,
     Routed,
     SequenceFirst,
+    shared,
 )
 from kfac.oracle import kfac_factors, relative_error
 from torch import Tensor, nn
@@ -178,6 +179,20 @@ def test_R3_layout_of_layers_changes_nothing(fisher: str, approx: str) -> None:
         other.M = model.M
         K = KFACLinearOperator(other, nn.MSELoss(), None, data, fisher_type=fisher, kfac_approx=approx)
         assert relative_error(K.to_dense(), want) < 1e-9
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_R3_batch_statistics_couple_the_data(fisher: str, approx: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    model = nn.Sequential(nn.Linear(D, 3), nn.BatchNorm1d(3, affine=False), nn.Tanh(), nn.Linear(3, 2))
+    data = [(torch.randn(n, D), torch.randn(n, 2)) for n in (3, 5)]
+    options = {"fisher_type": fisher, "kfac_approx": approx, "allow_train_mode": True}
+    K = KFACLinearOperator(model, nn.MSELoss(), None, data, **options)
+    for i, split in ((0, shared), (3, None)):
+        A, B = kfac_factors(model, nn.MSELoss(), data, [model[i]], fisher=fisher, approx=approx, split=split)
+        assert relative_error(K.factors[f"{i}.weight"].input, A) < 1e-9
+        assert relative_error(K.factors[f"{i}.weight"].output, B) < 1e-9
 
 
 LEVELS = {NoMix: "terms", FlatBT: "data", SequenceFirst: "data", Routed: "terms", Position: "none", Graph: "none"}

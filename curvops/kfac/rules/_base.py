@@ -42,11 +42,19 @@ def block_rows(d: int) -> list[slice]:
     return [slice(i, min(i + step, d)) for i in range(0, d, step)]
 
 
-def add_outer_(A: Tensor, X: Tensor) -> Tensor:
-    """Add ``X X'`` of ``X [G, d, L]`` to the block upper triangle of ``A [G, d, d]``; ``mirror_`` completes it."""
+def add_outer_(A: Tensor, X: Tensor) -> bool:
+    """Add ``X X'`` of ``X [G, d, L]`` to ``A [G, d, d]``.
+
+    Returns:
+        Whether only the block upper triangle was filled, so that ``mirror_`` must complete it.
+    """
+    # Mirroring costs more than the other triangle of a product over few rows.
+    if X.shape[-1] < 128 or A.shape[-1] < 256:
+        A.baddbmm_(X, X.mT)
+        return False
     for rows in block_rows(A.shape[-1]):
         A[:, rows, rows.start :].baddbmm_(X[:, rows], X[:, rows.start :].mT)
-    return A
+    return True
 
 
 def mirror_(A: Tensor) -> Tensor:
@@ -59,7 +67,8 @@ def mirror_(A: Tensor) -> Tensor:
 def gram(X: Tensor) -> Tensor:
     """Return ``sum_{m, s} x x'`` of ``[G, M, S, d]`` as ``[G, d, d]``."""
     X = wide(X).flatten(1, 2)
-    return mirror_(add_outer_(X.new_zeros(X.shape[0], X.shape[2], X.shape[2]), X.mT))
+    A = X.new_zeros(X.shape[0], X.shape[2], X.shape[2])
+    return mirror_(A) if add_outer_(A, X.mT) else A
 
 
 class Form(ABC):
@@ -98,13 +107,15 @@ class Form(ABC):
         """Return ``sum_s x`` as ``[G, M, d_in]``."""
         return wide(self.inputs(x)).sum(2)
 
-    def add_input_gram_(self, A: Tensor, x: Tensor) -> None:
-        """Add ``sum_{m, s} x x'`` to ``A [G, d_in, d_in]``; where only the upper triangle is, ``mirror_`` completes it."""
+    def add_input_gram_(self, A: Tensor, x: Tensor) -> bool:
+        """Add ``sum_{m, s} x x'`` to ``A [G, d_in, d_in]``; say whether ``mirror_`` must complete it."""
         A += self.input_gram(x)
+        return False
 
-    def add_output_gram_(self, B: Tensor, g: Tensor) -> None:
-        """Add ``sum_{m, s} g g'`` to ``B [G, d_out, d_out]``; where only the upper triangle is, ``mirror_`` completes it."""
+    def add_output_gram_(self, B: Tensor, g: Tensor) -> bool:
+        """Add ``sum_{m, s} g g'`` to ``B [G, d_out, d_out]``; say whether ``mirror_`` must complete it."""
         B += self.output_gram(g)
+        return False
 
     def output_gram(self, g: Tensor) -> Tensor:
         """Return ``sum_{m, s} g g'`` as ``[G, d_out, d_out]``."""

@@ -45,7 +45,8 @@ def add_window_gram_(A: Tensor, x: Tensor, axes: Sequence[Axis]) -> None:
     elif _work(x.shape, axes) > _patch_work(x.shape, axes):
         add_patch_gram_(A, x, axes)
     else:
-        for part in x.split(max(1, _LIMIT // max(x[:1].numel() * axes[0].kernel, 1))):
+        unfolded = axes[0].kernel if len(axes) == 3 else 1
+        for part in x.split(max(1, _LIMIT // max(x[:1].numel() * unfolded, 1))):
             add_autocorrelation_(A, part, axes)
 
 

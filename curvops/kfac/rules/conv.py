@@ -57,8 +57,9 @@ class ConvForm(Form):
         self.add_input_gram_(A, x)
         return mirror_(A)
 
-    def add_input_gram_(self, A: Tensor, x: Tensor) -> None:
+    def add_input_gram_(self, A: Tensor, x: Tensor) -> bool:
         add_window_gram_(A, _split(self._batched(x), self.groups), self.axes)
+        return True
 
     def input_sum(self, x: Tensor) -> Tensor:
         return window_sums(_split(wide(self._batched(x)), self.groups), self.axes).flatten(2).transpose(0, 1)
@@ -69,8 +70,9 @@ class ConvForm(Form):
         self.add_output_gram_(B, g)
         return mirror_(B)
 
-    def add_output_gram_(self, B: Tensor, g: Tensor) -> None:
+    def add_output_gram_(self, B: Tensor, g: Tensor) -> bool:
         add_channel_gram_(B, self._channels(g))
+        return True
 
     def output_sum(self, g: Tensor) -> Tensor:
         return wide(self._channels(g)).sum(3).transpose(0, 1)

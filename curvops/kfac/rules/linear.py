@@ -41,11 +41,17 @@ class LinearForm(Form):
         width = x.shape[-2 if self.left and x.ndim > 1 else -1]
         return x.numel() // width, 1
 
-    def add_input_gram_(self, A: Tensor, x: Tensor) -> None:
-        add_outer_(A, wide(self.inputs(x)).flatten(1, 2).mT)
+    def add_input_gram_(self, A: Tensor, x: Tensor) -> bool:
+        return add_outer_(A, wide(self.inputs(x)).flatten(1, 2).mT)
 
-    def add_output_gram_(self, B: Tensor, g: Tensor) -> None:
-        add_outer_(B, wide(self.cotangents(g)).flatten(1, 2).mT)
+    def add_output_gram_(self, B: Tensor, g: Tensor) -> bool:
+        return add_outer_(B, wide(self.cotangents(g)).flatten(1, 2).mT)
+
+    def input_sum(self, x: Tensor) -> Tensor:
+        return wide(self.inputs(x)).squeeze(2)  # one position in a row
+
+    def output_sum(self, g: Tensor) -> Tensor:
+        return wide(self.cotangents(g)).squeeze(2)
 
     def _rows(self, t: Tensor) -> Tensor:
         t = t.mT if self.left and t.ndim > 1 else t

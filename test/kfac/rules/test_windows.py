@@ -60,7 +60,9 @@ def test_R6_an_axis_agrees_with_torch_and_einconv(case: tuple[Axis, int]) -> Non
         assert torch.equal(axis.hits(size, torch.zeros(())), pattern.sum(1).float())
 
 
-@pytest.mark.parametrize(("groups", "channels", "length"), [(1, 3, 7), (3, 2, 5), (2, 5, 3), (1, 260, 270), (2, 256, 257)])
+@pytest.mark.parametrize(
+    ("groups", "channels", "length"), [(1, 3, 7), (3, 2, 5), (2, 5, 3), (1, 260, 270), (2, 256, 257)]
+)
 @pytest.mark.parametrize("cached", [windows._CACHED, 8])  # the second: one image at a time
 def test_R6_channel_gram(groups: int, channels: int, length: int, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "_CACHED", cached)
