@@ -86,16 +86,21 @@ def find_layout(active: Tensor, codes: Codes) -> Layout | None:
         active: ``[P, R]``, whether a row received a gradient.
         codes: The codes of the units in these passes.
     """
-    rows, units = active.shape[1], codes.assign.shape[1]
-    if rows % units:
-        return None
+    units = codes.assign.shape[1]
     out = codes.assign.to(active.device) < 0  # [P, U]
-    per_unit = rows // units
-    for inner in sorted(_divisors(per_unit), key=lambda b: (b != per_unit, b != 1, b)):
-        rearranged = active.reshape(len(active), per_unit // inner, units, inner).any(3).any(1)
+    for layout in layouts_of(active.shape[1], units):
+        rearranged = active.reshape(len(active), layout.outer, units, layout.inner).any(3).any(1)
         if not (rearranged & out).any():
-            return Layout(per_unit // inner, inner)
+            return layout
     return None
+
+
+def layouts_of(rows: int, units: int) -> Iterator[Layout]:
+    """Yield the regular layouts of so many rows: first units first, then units last, then the others."""
+    if rows % units == 0:
+        per_unit = rows // units
+        for inner in sorted(_divisors(per_unit), key=lambda b: (b != per_unit, b != 1, b)):
+            yield Layout(per_unit // inner, inner)
 
 
 def is_owned(active: Tensor, codes: Codes) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from curvops.kfac.recorder import Use
+from curvops.kfac.rotation import Consistency, Rotations
 from curvops.kfac.schedule import (
     Codes,
     Layout,
@@ -48,6 +49,8 @@ class Structure:
         """Whether a batch repeats the structure of the one that proved it."""
         if batch.num_data > self.num_data or batch.terms != self.terms or len(batch.uses) != len(self.layouts):
             return False
+        if self.level == "terms" and self.terms > 1:
+            return False  # whether tokens mix may depend on the data (masks, gates, routes): every batch proves it anew
         return all(map(self._same, batch.uses, self.layouts, self.extents, repeat(batch)))
 
     def _same(self, use: Use, layout: Layout | None, extent: tuple[int, int], batch: Batch) -> bool:
@@ -114,32 +117,35 @@ class Sharing:
         """Find what may share an output vector: from the cheapest hypothesis to the one that is always true."""
         by_term = self.fisher.unit == "term" and not self.by_datum
         if by_term and self.fisher.kind == "type-2":
-            statistic, found = self._feed_proving(batch, sites, make())
-            if found.separate:
-                return statistic, found.structure("terms", batch)
-        elif by_term and batch.terms > 1 and (found := self._probe("terms", batch)).separate:
+            statistic, structure = self._feed_proving(batch, sites, make())
+            if structure is not None:
+                return statistic, structure
+        if by_term and (found := self._probe("terms", batch)).separate:
             return None, found.structure("terms", batch)
         found = self._probe("data", batch)
         if self.by_datum:
             _check_regular(found, batch)
         return None, found.structure("data" if found.separate else "none", batch)
 
-    def _feed_proving(self, batch: Batch, sites: list[Site], statistic: Statistic) -> tuple[Statistic, Verdict]:
-        """Feed the statistic in passes that prove, on the way, that loss terms may share them."""
-        codes = proving_codes(batch.num_data * batch.terms, batch.vectors.count)
+    def _feed_proving(self, batch: Batch, sites: list[Site], statistic: Statistic) -> tuple[Statistic, Structure | None]:
+        """Feed the statistic in passes that prove, on the way, that loss terms may share them; or do not."""
+        rotations = Rotations(batch.num_data * batch.terms, batch.vectors.count, self.fisher.seed, batch.output.device)
+        consistency = Consistency(batch.uses, batch.terms > 1, self.fisher.seed)
         seen = self._observation(batch, sites, (None,) * len(batch.uses), False)
         statistic.on_inputs(seen)
-        reached, generic = Reached(batch, by_position=True), True
-        for assign in codes.assign:
-            index = assign.reshape(batch.num_data, batch.terms)
-            vector = batch.vectors.mixed(index)
-            generic &= batch.vectors.fills(vector, index)
-            gradients = batch.backward(vector * codes.scale)
+        generic = True
+        for p in range(rotations.passes):
+            vector = batch.vectors.combined(rotations.row(p))
+            generic &= batch.vectors.is_full(vector)
+            gradients = batch.backward(vector)
             statistic.on_cotangents(seen, gradients)
-            reached.note(gradients)
-        found = reached.verdict(codes)
+            consistency.note(gradients)
+        layouts = consistency.layouts(rotations)
+        if layouts is None:
+            return statistic, None
         # Terms without curvature here (ignored, linear) say nothing about what they reach in other batches.
-        return statistic, found if generic else replace(found, proven=0)
+        proven = batch.num_data if generic and consistency.evidence else 0
+        return statistic, Verdict(True, layouts, proven).structure("terms", batch)
 
     def _probe(self, level: str, batch: Batch) -> Verdict:
         """Find out with generic vectors whether units share rows."""
@@ -166,7 +172,7 @@ def _feed_all(statistic: Statistic, seen: Observation, batch: Batch) -> Statisti
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether no row is reached by two units; the layouts of the rows; the number of data this was seen on."""
+    """Whether no row is reached by two units; the layouts of the rows; on how many data this was seen of every use."""
 
     separate: bool
     layouts: tuple[Layout | None, ...]
@@ -204,10 +210,10 @@ class Reached:
 
     def verdict(self, codes: Codes) -> Verdict:
         """Conclude."""
-        separate, layouts, evidence = True, [], False
+        separate, layouts, evidence = True, [], True
         for passes in self._passes:
             active = torch.stack(passes)
-            evidence |= bool(active.any())
+            evidence &= bool(active.any())  # a use that is silent here may speak in another batch
             layout = find_layout(active, codes)
             if layout is None:
                 separate &= self._irregular(active, codes)

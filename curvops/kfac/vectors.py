@@ -50,7 +50,6 @@ class Vectors:
         self.fisher, self._view = fisher, view
         self._data = torch.arange(offset, offset + view.N, device=view.layout.device)
         self._draws: dict[int, Tensor] = {}
-        self._rotation: Tensor | None = None
         counts = {"type-2": view.columns, "mc": fisher.samples, "signs": fisher.samples, "forward-only": 0}
         self.count = counts.get(fisher.kind, 1)  #: vectors per unit
 
@@ -68,21 +67,13 @@ class Vectors:
             return self._view.column(self._data.new_full((self._view.N, self._view.T), i))
         return self._draw(i)
 
-    def mixed(self, index: Tensor) -> Tensor:
-        """Return type-2 vectors after a rotation of the columns of ``H^{1/2}``: as good, and generic.
+    def combined(self, coefficients: Tensor) -> Tensor:
+        """Return the type-2 vectors of every loss term combined with coefficients ``[N * T, count]``."""
+        return self._view.root(coefficients.reshape(self._view.N, self._view.T, self.count))
 
-        A column may miss a branch of the model that serves other outputs; a mixture of all columns misses nothing.
-        """
-        if self._rotation is None:
-            generator = torch.Generator().manual_seed(self.fisher.seed)
-            noise = torch.randn(self.count, self.count, generator=generator, dtype=torch.float64)
-            self._rotation = torch.linalg.qr(noise).Q.to(self._data.device)
-        index = index.reshape(self._view.N, self._view.T).to(self._data.device)
-        return self._view.root(torch.where(index.unsqueeze(-1) >= 0, self._rotation[index.clamp(min=0)], 0.0))
-
-    def fills(self, vector: Tensor, index: Tensor) -> bool:
-        """Whether a vector is nonzero on every entry of the loss terms that take part: then it can miss nothing."""
-        return int(vector.count_nonzero()) == int((index >= 0).sum()) * self._view.C
+    def is_full(self, vector: Tensor) -> bool:
+        """Whether a vector is nonzero on every entry of the output: then it can miss no branch of the model."""
+        return int(vector.count_nonzero()) == vector.numel()
 
     def probe(self, index: Tensor) -> Tensor:
         """Return a generic vector on the loss terms with ``index >= 0``: it finds out what they reach."""

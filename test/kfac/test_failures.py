@@ -1,18 +1,17 @@
-"""Bad data, exceptions, numbers at the edge: what other libraries get silently wrong, or fail at without a clear word."""
+"""Bad data, exceptions, half precision, odd nets: where others are silently wrong, or fail without a clear word."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from kfac.oracle import block_diagonal, dense_ggn, joint_groups, relative_error
-from kfac.test_silent_errors import Net, check, regression
-from losses.loss_cases import classes, rand, unit
+from kfac.test_silent_errors import Net, check, mlp, regression
+from losses.loss_cases import classes, rand
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,14 +23,6 @@ from curvops import explain
 @pytest.fixture(autouse=True)
 def _float64() -> None:
     torch.set_default_dtype(torch.float64)
-
-
-def mlp() -> Net:
-    return Net(lambda m, x: m.b(m.a(x).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
-
-
-def dense_inverse(M: Tensor, damping: float) -> Tensor:
-    return torch.linalg.inv(M + damping * torch.eye(len(M)))
 
 
 # ---- data ---------------------------------------------------------------------------------------------------
@@ -83,17 +74,6 @@ def test_R2_A19_counts_are_checked_not_trusted(counts: dict[str, int], found: st
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------
-def test_R2_A21_the_default_inverse_inverts_the_sum_with_a_dead_layer_too() -> None:
-    net = Net(lambda m, x: m.b(m.a(x).relu()), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
-    data = regression(net, 3)
-    net.a.bias.data.fill_(-100.0)
-    K = KFAC(net, nn.MSELoss(), None, data, fisher_type="type-2")
-    assert not K.block("a.weight").to_dense().any()
-    for damping in (1e-3, 1e-1, 10.0):
-        want = torch.linalg.inv(K.to_dense() + damping * torch.eye(len(K.to_dense())))
-        assert relative_error(K.inverse(damping).to_dense(), want) < 1e-10
-
-
 def test_R2_A14c_bfloat16_over_512_batches() -> None:
     """Sums over the batches are in float32: in bfloat16 they would be off by 9 % in A and 50 % in B."""
     net = Net(lambda m, x: m.b(m.a(x)), a=nn.Linear(3, 4), b=nn.Linear(4, 2)).bfloat16()
@@ -186,7 +166,7 @@ def test_R2_A12_T35_unused_parameters_and_zero_jacobians_are_zero_blocks() -> No
     assert "never reached" in K.treatments["c.weight"].detail
     assert explain(net, data=data)["c.weight"].kind == "zero"
     assert K.factors["c.weight"].kind == "zero"
-    assert relative_error(K.inverse(0.1).to_dense(), dense_inverse(M, 0.1)) < 1e-10
+    assert relative_error(K.inverse(0.1).to_dense(), torch.linalg.inv(M + 0.1 * torch.eye(len(M)))) < 1e-10
 
 
 @pytest.mark.parametrize("loss", [nn.L1Loss, nn.NLLLoss])
@@ -216,23 +196,22 @@ def test_R2_A13_batch_norm_with_running_statistics() -> None:
 def test_R2_A17_one_dimensional_outputs_and_batches_of_other_lengths() -> None:
     net = Net(lambda m, x: m.b(m.a(x)).squeeze(-1), a=nn.Linear(3, 4), b=nn.Linear(4, 1))
     check(net, regression(net, 3))
-    # Lengths differ from batch to batch: the whole-set risk counts entries.
-    net = Net(lambda m, x: m.b(m.a(x)).flatten(0, 1), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
-    check(net, [(x := rand(n, t, 3, seed=t), rand(*net(x).shape, seed=9)) for n, t in ((2, 5), (3, 1), (2, 4))])
+    # Lengths differ from batch to batch: the risk of the whole set counts entries.
+    net = Net(lambda m, x: m.b(m.a(x)), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+    data = [(rand(n, t, 3, seed=t), rand(n, t, 2, seed=9)) for n, t in ((2, 5), (3, 1), (2, 4))]
+    params, total = dict(net.named_parameters()), nn.MSELoss(reduction="sum")
+    want = sum(dense_ggn(net, total, params, [batch]) for batch in data) / sum(y.numel() for _, y in data)
+    K = KFAC(net, nn.MSELoss(), None, data, fisher_type="type-2")
+    assert relative_error(K.to_dense(), block_diagonal(want, params, joint_groups(params))) < 1e-9
 
 
-def test_R2_A17_empty_data_are_refused_and_empty_batches_count_nothing() -> None:
+def test_R2_A17_empty_data_and_empty_batches_are_refused() -> None:
     net = mlp()
     with pytest.raises(ValueError, match="found no batches"):
         KFAC(net, nn.MSELoss(), None, [])
-    data, empty = regression(net, 3), (rand(0, 3), rand(0, 2))
     for kind in ("type-2", "mc", "empirical"):
-        for approx in ("expand", "reduce"):
-            options = {"fisher_type": kind, "kfac_approx": approx}
-            K = KFAC(net, nn.MSELoss(), None, [empty, data[0], empty, *data[1:]], **options)
-            assert relative_error(K.to_dense(), KFAC(net, nn.MSELoss(), None, data, **options).to_dense()) < 1e-12
-    with pytest.raises(ValueError, match="divides by 0"):
-        KFAC(net, nn.MSELoss(), None, [empty])
+        with pytest.raises(ValueError, match=r"Batch 3: the prediction is empty.*leave empty batches out"):
+            KFAC(net, nn.MSELoss(), None, [*regression(net, 3), (rand(0, 3), rand(0, 2))], fisher_type=kind)
 
 
 def test_R2_A18_frozen_parameters() -> None:
@@ -247,7 +226,8 @@ def test_R2_A18_frozen_parameters() -> None:
     with pytest.raises(ValueError, match="none requires a gradient"):
         KFAC(net, nn.MSELoss(), None, data)
     # Asked for by name, they are differentiated all the same.
-    assert relative_error(KFAC(net, nn.MSELoss(), dict(net.named_parameters()), data).to_dense(), whole.to_dense()) < 1e-12
+    named = KFAC(net, nn.MSELoss(), dict(net.named_parameters()), data)
+    assert relative_error(named.to_dense(), whole.to_dense()) < 1e-12
     assert not any(p.requires_grad for p in net.parameters())
 
 
@@ -295,64 +275,3 @@ def test_R2_A18_plain_functions_and_reductions_of_losses() -> None:
         KFAC(net, nn.CrossEntropyLoss(reduction="batchmean"), None, data)
     with pytest.raises(ValueError, match=r"returned shape \(2, 2\), expected a 0-dim tensor"):
         KFAC(net, lambda o, y: (o - y).square(), None, data)
-
-
-# ---- inverses and averages ------------------------------------------------------------------------------------
-def dead() -> tuple[Net, KFAC]:
-    net = Net(lambda m, x: m.b(m.c(m.a(x).relu())), a=nn.Linear(3, 4), b=nn.Linear(5, 2), c=nn.Linear(4, 5))
-    net.a.bias.data.fill_(-100.0)
-    return net, KFAC(net, nn.MSELoss(), None, regression(net, 3), fisher_type="type-2", separate_weight_and_bias=True)
-
-
-def test_R2_T41_every_way_of_damping_with_a_dead_layer() -> None:
-    _, K = dead()
-    for name in ("a.weight", "b.weight", "c.weight"):
-        B, A, d = K.factors[name].output, K.factors[name].input, 0.3
-        pi = (A.diagonal().mean() / B.diagonal().mean()).sqrt() if A.any() and B.any() else torch.tensor(1.0)
-        split = lambda b, a: torch.kron(dense_inverse(B, b), dense_inverse(A, a))  # noqa: B023, E731
-        wants = {
-            "exact": dense_inverse(torch.kron(B, A), d),
-            "factors": split(d, d),
-            "heuristic": split(d**0.5 / pi, d**0.5 * pi),
-        }
-        for how, want in wants.items():
-            assert relative_error(K.inverse(d, how=how).block(name).to_dense(), want) < 1e-10
-
-
-def test_R2_T42_damping_by_layer() -> None:
-    _, K = dead()
-    dampings = {n: 0.1 * (i + 1) for i, n in enumerate(K.domain_names)}
-    M = K.to_dense()
-    sizes = torch.tensor([torch.Size(s).numel() for s in K.domain])
-    shift = torch.repeat_interleave(torch.tensor(list(dampings.values())), sizes)
-    want = torch.linalg.inv(M + torch.diag(shift))
-    for damping in (dampings, dampings.get):
-        assert relative_error(K.inverse(damping).to_dense(), want) < 1e-10
-    with pytest.raises(ValueError, match=r"unknown keys \['z'\].*none for the parts \['a\.weight'"):
-        K.inverse({"z": 1.0})
-
-
-def test_R2_T46_an_inverse_answers_what_the_operator_answers() -> None:
-    _, K = dead()
-    M = K.to_dense() + 0.3 * torch.eye(len(K.to_dense()))
-    inverse = K.inverse(0.3)
-    want = torch.linalg.inv(M)
-    assert abs(inverse.logdet() + torch.logdet(M)) < 1e-9
-    assert abs(inverse.trace() / want.trace() - 1) < 1e-10
-    assert abs(inverse.frobenius_norm() / want.norm() - 1) < 1e-10
-    assert relative_error(inverse.inverse().to_dense(), M) < 1e-10
-    assert relative_error(inverse.diagonal(), want.diagonal()) < 1e-10
-    with pytest.raises(ValueError, match=r"a\.weight"):
-        K.inverse()
-
-
-@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(unit(2, seed=6)), nn.MSELoss(reduction="sum")])
-def test_R2_T62_a_running_average_is_factor_by_factor(loss: nn.Module) -> None:
-    net = mlp()
-    target = (lambda y: y) if isinstance(loss, nn.MSELoss) else (lambda y: (y[:, 0] > 0).long())
-    data = [(x, target(y)) for x, y in regression(net, 3)]
-    old, new = (KFAC(net, loss, None, [batch], fisher_type="type-2").factors for batch in data[::2])
-    K = KFAC(net, loss, None, data[:1], fisher_type="type-2").update(data[2:], decay=0.8)
-    for name, block in K.factors.items():
-        assert relative_error(block.input, 0.8 * old[name].input + 0.2 * new[name].input) < 1e-12
-        assert relative_error(block.output, 0.8 * old[name].output + 0.2 * new[name].output) < 1e-12

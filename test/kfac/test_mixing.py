@@ -7,17 +7,20 @@ import torch
 from kfac.mixing_cases import (
     BY_MODEL,
     CASES,
+    C,
     Case,
     D,
     FirstToken,
     FlatBT,
     FlatTB,
     Graph,
+    H,
     Net,
     NoMix,
     Position,
     Routed,
     SequenceFirst,
+    flat_tb,
     shared,
 )
 from kfac.oracle import kfac_factors, relative_error
@@ -205,3 +208,58 @@ def test_R3_output_vectors_are_shared_as_far_as_the_model_allows(model: type[nn.
     fisher = Fisher("type-2", 1, 0)
     collector = Collector(risk, fisher, lambda: Factors("expand"), by_datum=False, separate=False, policy="raise")
     assert collector.run().sharing.levels == [LEVELS[model]] * 2
+
+
+class Masked(Net):
+    """Tokens mix only where the data say so."""
+
+    def mix(self, h: Tensor) -> Tensor:
+        return torch.where(h[:, :1, :1] > 0, super().mix(h), h)
+
+
+class Gated(Net):
+    """A sequence-first branch that the data open and close."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.l2(self.mix(torch.tanh(self.l1(x)).sin()).transpose(0, 1)).transpose(0, 1)
+        return self.l1(x)[..., :C] + (x[:, :1, :1] > 0) * branch
+
+
+silent = pytest.mark.xfail(reason="The rows of a layer without gradient tell nothing about their data.")
+
+
+@pytest.mark.parametrize("fisher", FISHERS)
+@pytest.mark.parametrize(
+    ("model", "approx"),
+    [(Masked, "expand"), (Masked, "reduce"), (Gated, "expand"), pytest.param(Gated, "reduce", marks=silent)],
+)
+def test_R3_what_one_batch_proves_may_not_hold_for_the_next(model: type[Net], fisher: str, approx: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    net = model()
+    nn.init.eye_(net.l1.weight)
+    data = [(torch.randn(4, 3, D), torch.randn(4, 3, C)) for _ in range(3)]
+    for (X, _), sign in zip(data, (-1, 1, -1), strict=True):
+        X[:, 0, 0] = sign * (X[:, 0, 0].abs() + 2)
+    case = Case(model, split={"l2": flat_tb} if model is Gated else {})
+    check(case, net, nn.MSELoss(), data, fisher, approx)
+
+
+class Messages(nn.Module):
+    """A graph network whose edges are data: without edges, nodes are independent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l1, self.l2 = nn.Linear(D, H), nn.Linear(H, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        A = torch.eye(len(x)) + (x[:, :1] > 0) * (x[:, 0] > 0)
+        return self.l2(torch.tanh(A @ self.l1(x)))
+
+
+@pytest.mark.xfail(reason="Data that were independent in one batch are taken to be so in batches of the same layout.")
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_R3_graphs_without_edges_before_graphs_with_edges(fisher: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    X = [torch.randn(5, D).abs() for _ in range(3)]
+    X[0][:, 0] *= -1
+    check(Case(Messages), Messages(), nn.MSELoss(), [(x, torch.randn(5, C)) for x in X], fisher, "expand")

@@ -36,6 +36,10 @@ class Net(nn.Module):
         return self._call(self, *args)
 
 
+def mlp() -> Net:
+    return Net(lambda m, x: m.b(m.a(x).tanh()), a=nn.Linear(3, 4), b=nn.Linear(4, 2))
+
+
 def batches(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.split(BATCHES), y.split(BATCHES), strict=True))
 

@@ -230,7 +230,7 @@ class _Lines:
             yield slice(width - m, width), slice(n - m, n)
 
     def moment(self, top: int, rows: int, shift: int) -> Tensor:
-        """Sum windows of a row times those ``shift`` rows below, for ``rows`` rows from ``top`` on: ``[G, C, K, K, C]``."""
+        """Sum windows of rows times those ``shift`` rows below over ``rows`` rows from ``top``: ``[G, C, K, K, C]``."""
         S, K = self._shifts(top, rows, shift), self.kernel
         M = torch.stack([S[:, :, K - 1 - i : 2 * K - 1 - i] for i in range(K)], dim=2)
         upper, lower = (self.images[:, r : r + rows] for r in (top, top + shift))

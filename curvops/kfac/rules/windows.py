@@ -84,7 +84,7 @@ def add_channel_gram_(A: Tensor, x: Tensor) -> None:
 
 
 def add_patch_gram_(A: Tensor, x: Tensor, axes: Sequence[Axis]) -> None:
-    """Add the second moment of the windows of ``x [N, G, C, *I]`` to ``A [G, C * K, C * K]``, where ``mirror_`` reads it.
+    """Add the second moment of the windows of ``x [N, G, C, *I]`` to what ``mirror_`` reads of ``A [G, C * K, C * K]``.
 
     Patches are formed some images (or a part of one) at a time.
     """

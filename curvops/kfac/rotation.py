@@ -1,0 +1,114 @@
+"""Type-2 vectors that prove, at the price of one more backward pass, that loss terms may share output vectors.
+
+Each loss term (unit) rotates its ``V`` vectors into ``V + 1`` passes by an isometry ``E_u [V + 1, V]`` of its own. Sums of
+squares over the passes are those over the vectors. But what a row receives in the passes is now redundant: if it belongs
+to one unit alone, its gradients are orthogonal to the vector ``n_u`` with ``n_u' E_u = 0``, whatever they are; if a second
+unit reaches it, they are not. So one scalar for each row and pass tells, up to rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from curvops.kfac.recorder import Use
+from curvops.kfac.rules._base import wide
+from curvops.kfac.schedule import Layout, layouts_of
+
+#: Below this fraction a defect is rounding. A coupling that weak would change the factors by as little.
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+class Rotations:
+    """Isometries ``E_u`` of ``units`` loss terms: the first ``V`` columns of Householder reflections.
+
+    Args:
+        units, vectors: Numbers of loss terms and of vectors ``V`` of each.
+        seed: Seed of the reflections.
+    """
+
+    def __init__(self, units: int, vectors: int, seed: int, device: torch.device) -> None:
+        self.vectors = vectors
+        self.passes = vectors + (units > 1)  # a single unit has nobody to be mistaken for
+        w = torch.randn(units, vectors + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self._w = (w / w.norm(dim=1, keepdim=True)).to(device) if units > 1 else torch.zeros_like(w, device=device)
+
+    def row(self, p: int) -> Tensor:
+        """Return how pass ``p`` combines the vectors of every unit: ``[U, V]``."""
+        return self._column(p)[:, : self.vectors]
+
+    def null(self) -> Tensor:
+        """Return ``n_u`` for every unit: ``[V + 1, U]``."""
+        return self._column(self.vectors).T
+
+    def _column(self, p: int) -> Tensor:
+        column = -2 * self._w[:, p, None] * self._w
+        column[:, p] += 1
+        return column
+
+
+class Consistency:
+    """Notes one scalar for each row and pass, and concludes.
+
+    Args:
+        uses: The uses of the batch.
+        by_position: Tell the positions of a row apart, too.
+        seed: Seed of the projections.
+    """
+
+    def __init__(self, uses: list[Use], by_position: bool, seed: int) -> None:
+        self._uses, self._by_position = uses, by_position
+        self._generator = torch.Generator().manual_seed(seed)
+        self._directions: dict[Use, Tensor] = {}
+        self._passes: dict[Use, list[Tensor]] = {u: [] for u in uses}
+
+    def note(self, gradients: dict[Use, Tensor]) -> None:
+        """Take in one backward pass."""
+        for use, passes in self._passes.items():
+            if use in gradients:
+                passes.append(self._project(use, wide(use.form.cotangents(gradients[use]))))
+            else:
+                rows, positions = use.form.extent(use.x)
+                n = rows * positions if self._by_position else rows
+                passes.append(torch.zeros(n, dtype=wide(use.x).dtype, device=use.x.device))
+
+    def layouts(self, rotations: Rotations) -> tuple[Layout | None, ...] | None:
+        """Return the layouts of the rows if every row belongs to one unit, in regular order; else ``None``."""
+        found = []
+        for passes in self._passes.values():
+            rows = torch.stack(passes)  # [P, R]
+            if rows.dtype not in _TOLERANCE or (layout := _consistent(rows, rotations)) is None:
+                return None
+            found.append(layout)
+        return tuple(found)
+
+    @property
+    def evidence(self) -> bool:
+        """Whether every use was reached: one that is silent here may speak in another batch."""
+        return all(any(bool(p.count_nonzero()) for p in passes) for passes in self._passes.values())
+
+    def _project(self, use: Use, c: Tensor) -> Tensor:
+        G, _, S, o = c.shape
+        if use not in self._directions:
+            shape = (G, o) if self._by_position else (G, S, o)
+            noise = torch.randn(shape, generator=self._generator, dtype=torch.float64)
+            self._directions[use] = noise.to(c.device, c.dtype)
+        if self._by_position:
+            return torch.einsum("gmso,go->ms", c, self._directions[use]).flatten()
+        # In the order of memory, so that the product needs no copy.
+        order = sorted((1, 2, 3), key=lambda axis: -c.transpose(0, 1).stride(axis))
+        flat = c.transpose(0, 1).permute(0, *order).flatten(1)
+        return flat @ self._directions[use].permute([axis - 1 for axis in order]).flatten()
+
+
+def _consistent(rows: Tensor, rotations: Rotations) -> Layout | None:
+    null = rotations.null()
+    if rotations.passes == rotations.vectors:
+        return Layout(1, rows.shape[1])
+    scale = torch.linalg.vector_norm(rows, dim=0)
+    for layout in layouts_of(rows.shape[1], null.shape[1]):
+        split = rows.reshape(len(rows), layout.outer, null.shape[1], layout.inner).to(null.dtype)
+        defect = torch.einsum("paub,pu->aub", split, null).flatten().abs()
+        if (defect <= _TOLERANCE[rows.dtype] * scale).all():
+            return layout
+    return None
