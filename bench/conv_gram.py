@@ -2,8 +2,8 @@
 
     python bench/conv_gram.py [--threads 2] [--seconds 2]
 
-Times are medians over rounds that run all contestants in turn; ratios are medians of ratios within a round. Memory is the
-peak of the call beyond its inputs, in units of the input.
+Times are medians over rounds that run all contestants in turn; ratios are medians of ratios within a round. Memory is
+the peak of the call beyond its inputs, in units of the input.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ def _int64(value: int) -> int:
 
 
 _GAMMA = _int64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
 _M1 = _int64(0xBF58476D1CE4E5B9)
 _M2 = _int64(0x94D049BB133111EB)
 
@@ -37,20 +38,29 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ _shift(z, 31)
 
 
+def _mix_int(z: int) -> int:
+    """``_mix`` in Python's integers: keys that are numbers cost no tensor operations."""
+    z &= _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
 def _hash(seed: int, keys: tuple[Key, ...], device: torch.device | str | None) -> Tensor:
     """Absorb one key after the other; for a fixed prefix every step is a bijection of the key."""
     if device is None:
         device = next((k.device for k in keys if isinstance(k, Tensor)), torch.device("cpu"))
-    z = _mix(torch.tensor(_int64(int(seed)), dtype=torch.int64, device=device) + _GAMMA)
+    z: int | Tensor = _mix_int(int(seed) + _GAMMA)
     for key in keys:
         if isinstance(key, Tensor):
             if key.is_floating_point() or key.is_complex():
                 raise TypeError(f"Keys of draws are integers, found a tensor of dtype {key.dtype}: use .long().")
-            key = key.to(device, torch.int64)
+            z = _mix(((_int64(z) if isinstance(z, int) else z) ^ key.to(device, torch.int64)) + _GAMMA)
+        elif isinstance(z, int):
+            z = _mix_int((z ^ int(key) & _MASK) + _GAMMA)
         else:
-            key = _int64(int(key))
-        z = _mix((z ^ key) + _GAMMA)
-    return z
+            z = _mix((z ^ _int64(int(key))) + _GAMMA)
+    return torch.tensor(_int64(z), dtype=torch.int64, device=device) if isinstance(z, int) else z
 
 
 def _unit(z: Tensor) -> Tensor:

@@ -89,16 +89,19 @@ class Consistency:
 
     def _project(self, use: Use, c: Tensor) -> Tensor:
         G, _, S, o = c.shape
-        if use not in self._directions:
-            shape = (G, o) if self._by_position else (G, S, o)
-            noise = torch.randn(shape, generator=self._generator, dtype=torch.float64)
-            self._directions[use] = noise.to(c.device, c.dtype)
         if self._by_position:
+            if use not in self._directions:
+                self._directions[use] = self._noise((G, o), c)
             return torch.einsum("gmso,go->ms", c, self._directions[use]).flatten()
-        # In the order of memory, so that the product needs no copy.
-        order = sorted((1, 2, 3), key=lambda axis: -c.transpose(0, 1).stride(axis))
-        flat = c.transpose(0, 1).permute(0, *order).flatten(1)
-        return flat @ self._directions[use].permute([axis - 1 for axis in order]).flatten()
+        if use not in self._directions:
+            self._directions[use] = self._noise((G * S * o,), c)
+        # Entries in the order of memory, so that the product needs no copy.
+        _, *strides = c.transpose(0, 1).stride()
+        order = sorted((0, 2, 3), key=lambda axis: -strides[(0, 2, 3).index(axis)])
+        return c.permute(1, *order).flatten(1) @ self._directions[use]
+
+    def _noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(like.device, like.dtype)
 
 
 def _consistent(rows: Tensor, rotations: Rotations) -> Layout | None:

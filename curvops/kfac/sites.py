@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -15,7 +16,7 @@ Key = tuple[str, Hashable]
 
 @dataclass(eq=False)
 class Site:
-    """One block of parameters, in the canonical form ``[G, d_out, d_in]`` with one more column per joint bias.
+    """One block of parameters, complete once :func:`find_sites` returns it, in the canonical form ``[G, d_out, d_in]`` with one more column per joint bias.
 
     Attributes:
         weight: The weight (or part of one), if it is tracked.
@@ -27,7 +28,7 @@ class Site:
     biases: tuple[Operand, ...]
     members: list[tuple[Use, int | None]] = field(default_factory=list)
 
-    @property
+    @cached_property
     def key(self) -> tuple[Key, ...]:
         """Identify the block across batches."""
         weight = () if self.weight is None else (_weight_key(self.members[0][0]),)
@@ -38,7 +39,7 @@ class Site:
         """Name of the weight, or of the bias that stands alone."""
         return self.key[0][0]
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """Where the parameters sit in the block."""
         form = self.members[0][0].form
@@ -50,7 +51,7 @@ class Site:
             slots.append(_slot(bias, (G, d_out, 1), d_in + j, False))
         return Placement(tuple(slots), (G, d_out, d_in + len(self.biases)))
 
-    @property
+    @cached_property
     def weight_shape(self) -> tuple[int, int, int]:
         """Shape ``[G, d_out, d_in]`` of the weight alone."""
         form = self.members[0][0].form

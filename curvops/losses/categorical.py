@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,9 +48,20 @@ class CategoricalView(OutputView):
     # v = s + e_k; with the largest class as k nothing cancels, however close p is to 0 or 1.
     def _basis(self, z: Tensor) -> Tensor:
         """Return ``sqrt(m) R Q z``, for ``z [N, T, C]`` that is zero at the pivot."""
+        s, v, scale, denominator = self._frame
+        return scale * (z - (s * z).sum(-1, keepdim=True) / denominator * v)
+
+    @cached_property
+    def _frame(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``s``, ``v``, ``sqrt(m) s`` and ``1 + s_k``."""
         s = self.p.sqrt()
-        inner = (s * z).sum(-1, keepdim=True) / (1 + s.gather(-1, self.pivot))
-        return self.mass.sqrt() * s * (z - inner * (s + (self.classes == self.pivot)))
+        return s, s + (self.classes == self.pivot), self.mass.sqrt() * s, 1 + s.gather(-1, self.pivot)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Which column every class takes its entry from, and whether it is not the pivot."""
+        place = (self.classes - (self.classes > self.pivot).long()).clamp(max=self.columns - 1)
+        return place, self.classes != self.pivot
 
     def _column(self, index: Tensor) -> Tensor:
         index = index.unsqueeze(-1)
@@ -57,8 +69,8 @@ class CategoricalView(OutputView):
         return self._basis((self.classes == chosen).to(self.p.dtype))
 
     def _root(self, eps: Tensor) -> Tensor:
-        place = (self.classes - (self.classes > self.pivot).long()).clamp(max=self.columns - 1)
-        return self._basis(eps.to(self.p.dtype).gather(-1, place) * (self.classes != self.pivot))
+        place, moved = self._places
+        return self._basis(eps.to(self.p.dtype).gather(-1, place) * moved)
 
     def _sample(self, seed: int, data: Tensor, draw: int) -> Tensor:
         """Draw labels from ``p`` by inverting its distribution function; the mass stays that of the actual target."""

@@ -76,7 +76,6 @@ def test_R8_in_place_activations_after_unbatched_convolutions(dim: int) -> None:
 
         return calling(forward, conv, linear)
 
-
     found = type2(net(torch.relu_, True), None, data).to_dense()
     assert relative_error(found, type2(net(torch.relu, False), None, data).to_dense()) < 1e-12
 

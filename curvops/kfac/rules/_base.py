@@ -49,7 +49,7 @@ def add_outer_(A: Tensor, X: Tensor) -> bool:
         Whether only the block upper triangle was filled, so that ``mirror_`` must complete it.
     """
     # Mirroring costs more than the other triangle of a product over few rows.
-    if X.shape[-1] < 128 or A.shape[-1] < 256:
+    if A.shape[-1] < 256 or X.shape[-1] < max(128, A.shape[-1] // 2):
         A.baddbmm_(X, X.mT)
         return False
     for rows in block_rows(A.shape[-1]):
