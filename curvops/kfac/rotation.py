@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from curvops.kfac.recorder import Use
-from curvops.kfac.rules._base import wide
 from curvops.kfac.schedule import Layout, layouts_of
 
 #: Below this fraction a defect is rounding. A coupling that weak would change the factors by as little.
@@ -28,7 +27,7 @@ class Rotations:
     """
 
     def __init__(self, units: int, vectors: int, seed: int, device: torch.device) -> None:
-        self.vectors = vectors
+        self.units, self.vectors = units, vectors
         self.passes = vectors + (units > 1)  # a single unit has nobody to be mistaken for
         w = torch.randn(units, vectors + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         self._w = (w / w.norm(dim=1, keepdim=True)).to(device) if units > 1 else torch.zeros_like(w, device=device)
@@ -66,26 +65,20 @@ class Consistency:
         """Take in one backward pass."""
         for use, passes in self._passes.items():
             if use in gradients:
-                passes.append(self._project(use, wide(use.form.cotangents(gradients[use]))))
+                passes.append(self._project(use, use.form.cotangents(gradients[use])))
             else:
                 rows, positions = use.form.extent(use.x)
                 n = rows * positions if self._by_position else rows
-                passes.append(torch.zeros(n, dtype=wide(use.x).dtype, device=use.x.device))
+                passes.append(torch.zeros(n, dtype=use.x.dtype, device=use.x.device))
 
-    def layouts(self, rotations: Rotations) -> tuple[Layout | None, ...] | None:
-        """Return the layouts of the rows if every row belongs to one unit, in regular order; else ``None``."""
-        found = []
-        for passes in self._passes.values():
+    def holds(self, rotations: Rotations, assumed: tuple[Layout | None, ...] | None) -> bool:
+        """Whether every row belongs to one unit, in a regular order (or in the assumed one)."""
+        for i, passes in enumerate(self._passes.values()):
             rows = torch.stack(passes)  # [P, R]
-            if rows.dtype not in _TOLERANCE or (layout := _consistent(rows, rotations)) is None:
-                return None
-            found.append(layout)
-        return tuple(found)
-
-    @property
-    def evidence(self) -> bool:
-        """Whether every use was reached: one that is silent here may speak in another batch."""
-        return all(any(bool(p.count_nonzero()) for p in passes) for passes in self._passes.values())
+            possible = layouts_of(rows.shape[1], rotations.units) if assumed is None else [assumed[i]]
+            if rotations.units > 1 and not any(lay is not None and _fits(rows, lay, rotations) for lay in possible):
+                return False
+        return True
 
     def _project(self, use: Use, c: Tensor) -> Tensor:
         G, _, S, o = c.shape
@@ -104,14 +97,10 @@ class Consistency:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(like.device, like.dtype)
 
 
-def _consistent(rows: Tensor, rotations: Rotations) -> Layout | None:
+def _fits(rows: Tensor, layout: Layout, rotations: Rotations) -> bool:
+    if rows.dtype not in _TOLERANCE:
+        return False
     null = rotations.null()
-    if rotations.passes == rotations.vectors:
-        return Layout(1, rows.shape[1])
-    scale = torch.linalg.vector_norm(rows, dim=0)
-    for layout in layouts_of(rows.shape[1], null.shape[1]):
-        split = rows.reshape(len(rows), layout.outer, null.shape[1], layout.inner).to(null.dtype)
-        defect = torch.einsum("paub,pu->aub", split, null).flatten().abs()
-        if (defect <= _TOLERANCE[rows.dtype] * scale).all():
-            return layout
-    return None
+    split = rows.reshape(len(rows), layout.outer, rotations.units, layout.inner).to(null.dtype)
+    defect = torch.einsum("paub,pu->aub", split, null).flatten().abs()
+    return bool((defect <= _TOLERANCE[rows.dtype] * torch.linalg.vector_norm(rows, dim=0)).all())

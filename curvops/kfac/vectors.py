@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import sqrt
 
 import torch
@@ -50,8 +51,8 @@ class Vectors:
         self.fisher, self._view = fisher, view
         self._data = torch.arange(offset, offset + view.N, device=view.layout.device)
         self._draws: dict[int, Tensor] = {}
-        counts = {"type-2": view.columns, "mc": fisher.samples, "signs": fisher.samples, "forward-only": 0}
-        self.count = counts.get(fisher.kind, 1)  #: vectors per unit
+        counts = {"type-2": view.columns, "mc": fisher.samples, "signs": fisher.samples}
+        self.count = counts.get(fisher.kind, 1)  #: vectors per unit; "forward-only" has one that only finds rows
 
     def at(self, index: Tensor) -> Tensor:
         """Return the output vector in which every loss term takes its ``index``-th vector (``[N, T]``, -1: none)."""
@@ -68,19 +69,23 @@ class Vectors:
         return self._draw(i)
 
     def combined(self, coefficients: Tensor) -> Tensor:
-        """Return the type-2 vectors of every loss term combined with coefficients ``[N * T, count]``."""
-        return self._view.root(coefficients.reshape(self._view.N, self._view.T, self.count))
-
-    def is_full(self, vector: Tensor) -> bool:
-        """Whether a vector is nonzero on every entry of the output: then it can miss no branch of the model."""
-        return int(vector.count_nonzero()) == vector.numel()
+        """Return for every loss term its vectors, combined with coefficients ``[N, T, count]``."""
+        coefficients = coefficients.reshape(self._view.N, self._view.T, self.count)
+        if self.fisher.kind == "type-2":
+            return self._view.root(coefficients)
+        split, join = self._view.layout.split, self._view.layout.join
+        terms = [coefficients[..., v, None] * split(self._draw(v)) for v in range(self.count)]
+        return join(sum(terms[1:], terms[0]))
 
     def probe(self, index: Tensor) -> Tensor:
         """Return a generic vector on the loss terms with ``index >= 0``: it finds out what they reach."""
-        like = self._view.gradient()
-        generator = torch.Generator(like.device).manual_seed(self.fisher.seed)
-        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
-        return self._view.pick(noise, index.reshape(self._view.N, self._view.T).to(like.device) >= 0)
+        return self._view.pick(self._noise, index.reshape(self._view.N, self._view.T).to(self._data.device) >= 0)
+
+    @cached_property
+    def _noise(self) -> Tensor:
+        layout = self._view.layout
+        generator = torch.Generator().manual_seed(self.fisher.seed)
+        return torch.randn(layout.shape, generator=generator, dtype=torch.float64).to(layout.device, layout.dtype)
 
     def _draw(self, i: int) -> Tensor:
         if i not in self._draws:
@@ -92,7 +97,7 @@ class Vectors:
             return self._view.sample(self.fisher.seed, self._data, i) / sqrt(self.fisher.samples)
         if self.fisher.kind == "signs":
             return self._view.signs(self.fisher.seed, self._data, i) / sqrt(self.fisher.samples)
-        return self._view.gradient()
+        return self._noise if self.fisher.kind == "forward-only" else self._view.gradient()
 
 
 @dataclass(eq=False)

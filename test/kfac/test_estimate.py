@@ -13,7 +13,7 @@ from torch import nn
 
 from curvops import KFACLinearOperator
 from curvops.kfac.tied import nearest_kronecker
-from test.kfac.oracle import relative_error
+from kfac.oracle import relative_error
 
 
 def net() -> nn.Sequential:

@@ -256,7 +256,6 @@ class Messages(nn.Module):
         return self.l2(torch.tanh(A @ self.l1(x)))
 
 
-@pytest.mark.xfail(reason="Data that were independent in one batch are taken to be so in batches of the same layout.")
 @pytest.mark.parametrize("fisher", FISHERS)
 def test_R3_graphs_without_edges_before_graphs_with_edges(fisher: str) -> None:
     torch.set_default_dtype(torch.float64)

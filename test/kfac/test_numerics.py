@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from curvops import KFACLinearOperator
-from test.kfac.oracle import relative_error
+from kfac.oracle import relative_error
 
 LOSS = nn.CrossEntropyLoss()
 

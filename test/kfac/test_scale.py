@@ -171,6 +171,39 @@ def test_R5_what_a_batch_with_ignored_tokens_seems_to_prove_is_not_relied_on(kin
     assert difference(attention(kind, "expand", [1, 5], y=y), attention(kind, "expand", [6], y=y)) < 1e-12
 
 
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("first", ["few labels", "no edges"])
+@pytest.mark.parametrize("kind", NOT_RANDOM)
+def test_R5_a_first_batch_without_visible_mixing_proves_nothing_about_the_next(
+    kind: str, first: str, tokens: bool
+) -> None:
+    """What meets (data, or tokens of one) may be seen in later batches only: labels are ignored, edges are data."""
+    p = {"a.weight": rand(4, 3, seed=82), "a.bias": rand(4, seed=83), "b.weight": rand(5, 4, seed=84)}
+
+    def graph(p: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        h = batch["edges"] @ nn.functional.linear(batch["x"], p["a.weight"], p["a.bias"])
+        return batch["edges"] @ nn.functional.linear(h.tanh(), p["b.weight"])
+
+    x, y = rand(4, 3, 3, seed=81), torch.tensor([[4, 2, 0], [1, 0, 3], [2, 2, 1], [3, 0, 4]])
+    edges = rand(3, 3, seed=80)
+    parts = zip(x.split(2), y.split(2), strict=True) if tokens else zip(x, y, strict=True)
+    nodes = [({"x": n, "edges": edges}, t.clone()) for n, t in parts]
+    if first == "no edges":
+        nodes[0][0]["edges"] = torch.eye(3).double()
+    else:
+        nodes[0][1][..., 1:] = -100
+    loss, options = nn.CrossEntropyLoss(WEIGHT), {"fisher_type": kind, "class_dim": -1, "batch_size_fn": _nodes}
+    K = KFACLinearOperator(graph, loss, p, nodes, **options)
+    alone, *others = (KFACLinearOperator(graph, loss, p, [batch], **options) for batch in nodes)
+    for other in others:
+        alone.merge(other)
+    assert difference(K, alone) < 1e-12
+
+
+def _nodes(batch: dict[str, Tensor]) -> int:
+    return len(batch["x"])
+
+
 @pytest.mark.parametrize("approx", APPROX)
 @pytest.mark.parametrize("kind", NOT_RANDOM)
 def test_R5_another_order_of_the_data_changes_nothing(kind: str, approx: str) -> None:

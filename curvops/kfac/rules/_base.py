@@ -48,8 +48,8 @@ def add_outer_(A: Tensor, X: Tensor) -> bool:
     Returns:
         Whether only the block upper triangle was filled, so that ``mirror_`` must complete it.
     """
-    # Mirroring costs more than the other triangle of a product over few rows.
-    if A.shape[-1] < 256 or X.shape[-1] < max(128, A.shape[-1] // 2):
+    # Mirroring costs more than the other triangle of a product over few rows: measured equal at 256 rows or below.
+    if A.shape[-1] < 256 or X.shape[-1] < 256:
         A.baddbmm_(X, X.mT)
         return False
     for rows in block_rows(A.shape[-1]):
@@ -59,8 +59,12 @@ def add_outer_(A: Tensor, X: Tensor) -> bool:
 
 def mirror_(A: Tensor) -> Tensor:
     """Copy the block upper triangle of ``A [G, d, d]`` to the lower one."""
+    tile = 512  # larger pieces do not fit into caches: 4x slower at d = 4608
     for rows in block_rows(A.shape[-1]):
-        A[:, rows, : rows.start] = A[:, : rows.start, rows].mT
+        for i in range(rows.start, rows.stop, tile):
+            for j in range(0, rows.start, tile):
+                to, source = slice(i, min(i + tile, rows.stop)), slice(j, min(j + tile, rows.start))
+                A[:, to, source] = A[:, source, to].mT
     return A
 
 
