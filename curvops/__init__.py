@@ -1,7 +1,7 @@
 """Curvature matrices of neural networks as scipy linear operators that also speak torch."""
 
 from curvops._algebra import Identity as Identity
-from curvops._algebra import Submatrix as SubmatrixLinearOperator
+from curvops._algebra import SubmatrixLinearOperator as SubmatrixLinearOperator
 from curvops._operator import LinearOperator as LinearOperator
 from curvops.kfac.operator import FisherType as FisherType
 from curvops.kfac.operator import KFACLinearOperator as KFACLinearOperator

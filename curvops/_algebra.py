@@ -200,7 +200,7 @@ class Identity(LinearOperator):
         return torch.ones(self.shape[0], dtype=self.torch_dtype, device=self.device)
 
 
-class Submatrix(LinearOperator):
+class SubmatrixLinearOperator(LinearOperator):
     """The rows and columns of an operator that two lists of indices pick.
 
     Args:
@@ -220,10 +220,10 @@ class Submatrix(LinearOperator):
         return [self.arg._rows(X).index_select(1, self._rows_at)]
 
     def _adjoint(self) -> LinearOperator:
-        return self if self.symmetric else Submatrix(self.arg._adjoint(), self._cols_at, self._rows_at)
+        return self if self.symmetric else SubmatrixLinearOperator(self.arg._adjoint(), self._cols_at, self._rows_at)
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> LinearOperator:
-        return Submatrix(self.arg.to(device, dtype), self._rows_at, self._cols_at)
+        return SubmatrixLinearOperator(self.arg.to(device, dtype), self._rows_at, self._cols_at)
 
 
 def _indices(indices: Sequence[int] | Tensor, n: int, what: str) -> Tensor:

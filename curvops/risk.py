@@ -104,8 +104,10 @@ class EmpiricalRisk:
             raise TypeError(f"data: found {type(data).__name__}, expected an iterable of batches (X, y).")
         if isinstance(data, Tensor | Mapping):
             raise TypeError(f"data: found a {type(data).__name__}, expected an iterable of batches (X, y): [(X, y)].")
-        with random_state_kept():  # a DataLoader draws a seed for its workers
-            one_shot = iter(data) is data
+        one_shot = False
+        if not isinstance(data, Sequence):
+            with random_state_kept():  # a DataLoader draws a seed for its workers
+                one_shot = iter(data) is data
         if one_shot:
             raise ValueError(
                 f"data: found a one-shot iterator ({type(data).__name__}), expected something that can be read again: "
@@ -120,7 +122,11 @@ class EmpiricalRisk:
         bar = tqdm(self.data if data is None else data, disable=not self.progressbar, desc="data", unit="batch")
         for batch in bar:
             if not isinstance(batch, Sequence) or len(batch) != 2:
-                found = f"{type(batch).__name__} of length {len(batch)}" if isinstance(batch, Sequence) else type(batch).__name__
+                found = (
+                    f"{type(batch).__name__} of length {len(batch)}"
+                    if isinstance(batch, Sequence)
+                    else type(batch).__name__
+                )
                 raise ValueError(f"Batch {count}: found a {found}, expected a pair (X, y).")
             X, y = (_to_device(part, self.device) for part in batch)
             _refuse_nonfinite(X, f"X of batch {count}")
@@ -154,7 +160,9 @@ class EmpiricalRisk:
             first, second = (next(self.batches()) for _ in range(2))
         for (what, a), (_, b) in zip(_named_parts(first), _named_parts(second), strict=True):
             if len(a) != len(b) or any(s.shape != t.shape or not torch.equal(s, t) for s, t in zip(a, b, strict=True)):
-                raise ValueError(f"{what} of the first batch differs between two readings; turn shuffling and augmentation off.")
+                raise ValueError(
+                    f"{what} of the first batch differs between two readings; turn shuffling and augmentation off."
+                )
         with self.leaves() as leaves, torch.no_grad():
             a, b = (self.loss.prepare(self.predict(leaves, first[0])) for _ in range(2))
         if not torch.allclose(a, b, rtol=1e-4, atol=1e-6):
@@ -166,12 +174,14 @@ class EmpiricalRisk:
         """Swap fresh leaves into the model, for forward *and* backward passes; leave everything as it was.
 
         Yields a dictionary of parameters that share memory with ``params`` but nothing else: no hooks, no ``.grad``.
-        Buffers are swapped for copies, and the global random state is put back.
+        Buffers are swapped for copies. The global random state is the caller's to keep (:func:`random_state_kept`).
         """
         with torch.inference_mode(False), torch.enable_grad():
             # Casting a value (never needed by the usual caller) must not become part of the graph.
-            leaves = {n: nn.Parameter(_plain(p.detach()), requires_grad=True) for n, p in self.params.items()}
-            with _eager(), random_state_kept(self.device), _swapped(self.model, self.params, leaves):
+            leaves: dict[str, Tensor] = {
+                n: nn.Parameter(_plain(p.detach()), requires_grad=True) for n, p in self.params.items()
+            }
+            with _eager(), _swapped(self.model, self.params, leaves):
                 yield leaves
 
     def predict(self, leaves: dict[str, Tensor], X: Any) -> Any:
@@ -196,11 +206,14 @@ class EmpiricalRisk:
 # ---- parameters ------------------------------------------------------------------
 def named_params(model: Model, params: Params) -> dict[str, Tensor]:
     """Return the parameters as an ordered dictionary from name to tensor."""
+    result: dict[str, Tensor]
     if not isinstance(model, nn.Module):
         if not callable(model) or isinstance(model, type):
             raise TypeError(f"model: found {model!r}, expected a module or a callable (params, x) -> prediction.")
         if not isinstance(params, Mapping):
-            raise TypeError(f"params: found {type(params).__name__}; a callable model needs a dictionary name -> tensor.")
+            raise TypeError(
+                f"params: found {type(params).__name__}; a callable model needs a dictionary name -> tensor."
+            )
         result = dict(params)
     elif params is None:
         result = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -210,7 +223,9 @@ def named_params(model: Model, params: Params) -> dict[str, Tensor]:
     else:
         result = _names_of(model, params)
     if not result:
-        raise ValueError("params: found none (with params=None, none requires a gradient); expected at least one parameter.")
+        raise ValueError(
+            "params: found none (with params=None, none requires a gradient); expected at least one parameter."
+        )
     for name, p in result.items():
         if not isinstance(p, Tensor):
             raise TypeError(f"params[{name!r}]: found {type(p).__name__}, expected a tensor.")
@@ -224,7 +239,9 @@ def _names_of(model: nn.Module, params: Any) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for i, p in enumerate(params):
         if not isinstance(p, Tensor):
-            raise TypeError(f"params[{i}]: found {p!r}, expected a parameter of the model, or a dictionary name -> tensor.")
+            raise TypeError(
+                f"params[{i}]: found {p!r}, expected a parameter of the model, or a dictionary name -> tensor."
+            )
         if id(p) not in names:
             raise ValueError(
                 f"params[{i}]: found a tensor that is no parameter of the model; to use other values, pass a dictionary "
@@ -242,12 +259,16 @@ def _check_names(model: nn.Module, params: dict[str, Tensor]) -> None:
     for name, p in params.items():
         if name not in own:
             close = difflib.get_close_matches(str(name), own, n=3, cutoff=0.3)
-            raise ValueError(f"params: the model has no parameter {name!r}" + (f"; close names: {close}." if close else "."))
+            raise ValueError(
+                f"params: the model has no parameter {name!r}" + (f"; close names: {close}." if close else ".")
+            )
         if isinstance(p, Tensor) and p.shape != own[name].shape:
             raise ValueError(f"params[{name!r}]: found shape {tuple(p.shape)}, expected {tuple(own[name].shape)}.")
         other = first.setdefault(id(own[name]), name)
         if other != name:
-            raise ValueError(f"params: {other!r} and {name!r} are one tied parameter of the model; pass it under one name.")
+            raise ValueError(
+                f"params: {other!r} and {name!r} are one tied parameter of the model; pass it under one name."
+            )
 
 
 def _common(params: dict[str, Tensor]) -> tuple[torch.dtype, torch.device]:
@@ -258,7 +279,9 @@ def _common(params: dict[str, Tensor]) -> tuple[torch.dtype, torch.device]:
         if len(kinds) > 1:
             listed = ", ".join(f"{name!r} has {kind}" for kind, name in kinds.items())
             error = TypeError if attribute == "dtype" else ValueError
-            raise error(f"params: found several {attribute}s ({listed}), expected one; select or convert the parameters.")
+            raise error(
+                f"params: found several {attribute}s ({listed}), expected one; select or convert the parameters."
+            )
     p = next(iter(params.values()))
     if not p.is_floating_point():
         raise TypeError(f"params: found dtype {p.dtype}, expected a real floating point dtype.")
@@ -317,17 +340,19 @@ def _eager() -> Iterator[None]:
 @contextmanager
 def random_state_kept(device: torch.device | None = None) -> Iterator[None]:
     """Put the global generators of Python, numpy and torch back, whatever data and models draw from them."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy, states = random.getstate(), np.random.get_state(), _torch_random_state(device)
     try:
-        with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
-            yield
+        yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state, device)
 
 
-def _torch_random_state(device: torch.device) -> list[Tensor]:
-    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+def _torch_random_state(device: torch.device | None) -> list[Tensor]:
+    cuda = [torch.cuda.get_rng_state(device)] if device is not None and device.type == "cuda" else []
     return [torch.get_rng_state(), *cuda]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from operator_cases import F64, Matrix, direct_sum, normal, psd
 
-from curvops._algebra import Block, Converted, Identity, Product, Scaled, Submatrix, Sum
+from curvops._algebra import Block, Converted, Identity, Product, Scaled, SubmatrixLinearOperator, Sum
 from curvops.structured import Dense, Diagonal, DirectSum, Kronecker, Shifted
 
 
@@ -139,11 +139,11 @@ def test_R9_a_negative_multiple_is_no_longer_positive() -> None:
 def test_R9_submatrix() -> None:
     M = Matrix(normal(9, 8))
     rows, cols = [7, 0, 3], [5, 2]
-    op = Submatrix(M, rows, cols)
+    op = SubmatrixLinearOperator(M, rows, cols)
     torch.testing.assert_close(op.to_dense(), M.M[rows][:, cols], rtol=1e-15, atol=0)
     torch.testing.assert_close(op.T.to_dense(), M.M[rows][:, cols].T, rtol=1e-15, atol=0)
-    assert Submatrix(M, [], cols).shape == (0, 2)
-    assert Submatrix(M, np.array([1, 2]), torch.tensor([0])).shape == (2, 1)
+    assert SubmatrixLinearOperator(M, [], cols).shape == (0, 2)
+    assert SubmatrixLinearOperator(M, np.array([1, 2]), torch.tensor([0])).shape == (2, 1)
     for bad, text in (
         ([0, 0], "repeated row indices"),
         ([9], "out of bounds, expected 0 <= index < 9"),
@@ -153,7 +153,7 @@ def test_R9_submatrix() -> None:
         ([[0, 1]], "expected a list of integers"),
     ):
         with pytest.raises(ValueError, match=text):
-            Submatrix(M, bad, cols)
+            SubmatrixLinearOperator(M, bad, cols)
 
 
 def test_R9_block_by_name_and_position() -> None:
@@ -193,5 +193,14 @@ def test_R9_conversion_without_moving_the_operator() -> None:
     x = normal(4, dtype=torch.float32)
     torch.testing.assert_close(narrow @ x, (A.M @ x.double()).float(), rtol=0, atol=0)
     K = Kronecker(psd(3), psd(4))
-    for op in (2 * A.T, A @ A.T, A + A, Submatrix(A, [0], [1]), Identity(A @ A.T), K - K, (K - K).block(0), -K):
+    for op in (
+        2 * A.T,
+        A @ A.T,
+        A + A,
+        SubmatrixLinearOperator(A, [0], [1]),
+        Identity(A @ A.T),
+        K - K,
+        (K - K).block(0),
+        -K,
+    ):
         torch.testing.assert_close(op.to(dtype=torch.float32).to_dense(), op.to_dense().float())

@@ -11,7 +11,7 @@ from operator_cases import F64, NAMES, Matrix, direct_sum, eigen, normal, psd
 from scipy.sparse import csr_array
 from scipy.sparse.linalg import aslinearoperator, cg, eigsh, gmres, lobpcg, lsmr, svds
 
-from curvops._algebra import Block, Identity, Submatrix
+from curvops._algebra import Block, Identity, SubmatrixLinearOperator
 from curvops._operator import LinearOperator
 from curvops.structured import Dense, Diagonal, Kronecker
 from curvops.testing import check_closed_forms, check_operator
@@ -34,8 +34,8 @@ OPERATORS = {
     "square without names": lambda: Matrix(normal(10, 10), **SQUARE),
     "symmetric": lambda: Matrix(psd(10)[0], **SQUARE, symmetric=True, domain_names=("a", "b")),
     "identity": lambda: Identity(((2, 3), (4,)), dtype=F64, names=("a", "b")),
-    "submatrix": lambda: Submatrix(Matrix(normal(9, 8)), [7, 0, 3], [2, 5]),
-    "principal submatrix": lambda: Submatrix(Dense(psd(9)[0]), [7, 0, 3], [7, 0, 3]),
+    "submatrix": lambda: SubmatrixLinearOperator(Matrix(normal(9, 8)), [7, 0, 3], [2, 5]),
+    "principal submatrix": lambda: SubmatrixLinearOperator(Dense(psd(9)[0]), [7, 0, 3], [7, 0, 3]),
     "block": lambda: Block(Matrix(normal(10, 10), **SQUARE), 0),
     "kronecker": lambda: Kronecker(psd(3), psd(5, seed=1)),
     "kronecker with groups": lambda: Kronecker(psd(3, 2), psd(5, 2), domain=((2, 5), (20,)), names=("a", "b")),

@@ -62,7 +62,14 @@ class Collector(Generic[S]):
     """
 
     def __init__(
-        self, risk: EmpiricalRisk, fisher: Fisher, make: Callable[[], S], *, by_datum: bool, separate: bool, policy: str,
+        self,
+        risk: EmpiricalRisk,
+        fisher: Fisher,
+        make: Callable[[], S],
+        *,
+        by_datum: bool,
+        separate: bool,
+        policy: str,
         offset: int = 0,
     ) -> None:
         self._risk, self._make, self._separate, self._policy = risk, make, separate, policy
@@ -149,7 +156,9 @@ class Collector(Generic[S]):
     def _check_counts(self) -> None:
         counts, risk = self.counts, self._risk
         if risk.num_data is not None and risk.num_data != counts.num_data:
-            raise ValueError(f"num_data: found {risk.num_data!r}, but the data hold {counts.num_data}; leave it out or correct it.")
+            raise ValueError(
+                f"num_data: found {risk.num_data!r}, but the data hold {counts.num_data}; leave it out or correct it."
+            )
         terms = risk.num_per_example_loss_terms
         if terms is not None and terms * counts.num_data != counts.loss_terms:
             raise ValueError(
@@ -167,6 +176,10 @@ def _check_output(output: Tensor, batch: int) -> None:
     if output.ndim == 0:
         raise ValueError(f"Batch {batch}: the prediction is a scalar; expected an axis of data first.")
     if output.numel() == 0:
-        raise ValueError(f"Batch {batch}: the prediction is empty (shape {tuple(output.shape)}); leave empty batches out.")
+        raise ValueError(
+            f"Batch {batch}: the prediction is empty (shape {tuple(output.shape)}); leave empty batches out."
+        )
     if not torch.isfinite(output).all():
-        raise ValueError(f"Batch {batch}: the prediction has NaN or infinite entries, though the data have none; check the params.")
+        raise ValueError(
+            f"Batch {batch}: the prediction has NaN or infinite entries, though the data have none; check the params."
+        )

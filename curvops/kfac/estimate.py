@@ -86,7 +86,11 @@ class Estimate:
         names = {**self.dense, **other.dense}
         dense = {n: _weighted(self.dense.get(n), other.dense.get(n), *outputs) for n in names}
         # Something is still to be said of a parameter if it holds for both, or if its block is not a Kronecker product.
-        notes = {n: t for n, t in {**other.notes, **self.notes}.items() if n in names or (n in self.notes and n in other.notes)}
+        notes = {
+            n: t
+            for n, t in {**other.notes, **self.notes}.items()
+            if n in names or (n in self.notes and n in other.notes)
+        }
         return replace(
             self,
             blocks=blocks,
@@ -139,13 +143,14 @@ class Estimate:
         for other in turned:
             # B2 ⊗ A2 on the transpose is A2 ⊗ B2 on the weight.
             B2, A2 = self._pair(other, label)
-            assert A is not None and A2 is not None
+            assert A is not None
+            assert A2 is not None
             B, A = nearest_kronecker((B, A), (A2, B2))
         return Kronecker(B, A, shape=sums.placement.shape, label=label, dtype=self.dtype)
 
     def _pair(self, sums: Sums, label: str) -> tuple[Tensor, Tensor | None]:
         G, o, _ = sums.placement.shape
-        wide = {"dtype": accumulation_dtype(self.dtype), "device": self.device}
+        wide: dict[str, Any] = {"dtype": accumulation_dtype(self.dtype), "device": self.device}
         if self.options["fisher_type"] == "forward-only":
             B = torch.eye(o, **wide).repeat(G, 1, 1)
         elif sums.B is None:
@@ -155,7 +160,9 @@ class Estimate:
         for factor, name in ((sums.A, "input"), (B, "output")):
             # Entries of a Gram matrix are bounded by its diagonal.
             if factor is not None and not torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all():
-                raise ValueError(f"Block {label!r}: its {name} factor has NaN or infinite entries; rescale the data, or use float64.")
+                raise ValueError(
+                    f"Block {label!r}: its {name} factor has NaN or infinite entries; rescale the data, or use float64."
+                )
         return B, sums.A
 
     def _dense(self, name: str) -> LinearOperator:
@@ -176,7 +183,8 @@ class Estimate:
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, numbers, strings and lists only."""
         blocks = [
-            {"placement": b.placement.state_dict(), "uses": list(b.uses), "A": b.A, "B": b.B, "rows": b.rows} for b in self.blocks
+            {"placement": b.placement.state_dict(), "uses": list(b.uses), "A": b.A, "B": b.B, "rows": b.rows}
+            for b in self.blocks
         ]
         return {
             "version": 1,
@@ -197,7 +205,8 @@ class Estimate:
         if state.get("version") != 1:
             raise ValueError(f"state_dict: found version {state.get('version')!r}, expected 1.")
         blocks = [
-            Sums(Placement.from_state_dict(b["placement"]), tuple(b["uses"]), b["A"], b["B"], b["rows"]) for b in state["blocks"]
+            Sums(Placement.from_state_dict(b["placement"]), tuple(b["uses"]), b["A"], b["B"], b["rows"])
+            for b in state["blocks"]
         ]
         tensors = [t for b in blocks for t in (b.A, b.B) if t is not None] + list(state["dense"].values())
         return cls(

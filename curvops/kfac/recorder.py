@@ -9,7 +9,7 @@ autograd graph and insists that every path into a parameter leads through a reco
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from curvops.kfac._autograd import graph_edges, is_functorch, node_number, sequence_number, stable_edge
 from curvops.kfac.rules import rule_for, supported
-from curvops.kfac.rules._base import Form, Operation
+from curvops.kfac.rules._base import Form
 
 #: Functions whose result holds the entries of their first argument in another arrangement.
 _VIEWS = frozenset(
@@ -121,7 +121,11 @@ class Recorder(TorchFunctionMode):
     """
 
     def __init__(
-        self, tracked: Mapping[str, Tensor], replaced: Mapping[str, Tensor] | None = None, *, allow_train_mode: bool = False
+        self,
+        tracked: Mapping[str, Tensor],
+        replaced: Mapping[str, Tensor] | None = None,
+        *,
+        allow_train_mode: bool = False,
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
@@ -150,7 +154,7 @@ class Recorder(TorchFunctionMode):
             self._note(_name(func), func, args, kwargs, found, out, results, (start, sequence_number()))
         return out
 
-    def _note(self, name, func, args, kwargs, found, out, results, interval) -> None:  # noqa: ANN001 - one caller
+    def _note(self, name, func, args, kwargs, found, out, results, interval) -> None:
         names = list(dict.fromkeys(operand.name for operand in found))
         if any(is_functorch(t) for t in (*results, *_flat(args, kwargs))):
             reason = "it runs inside a functorch transform (vmap, grad, jvp, ...), which hides its inputs"
@@ -176,11 +180,13 @@ class Recorder(TorchFunctionMode):
                 entries = torch.arange(source.tensor.numel(), device=source.tensor.device).view(source.tensor.shape)
             swapped = {k: entries if v is source.tensor else v for k, v in kwargs.items()}
             entries = func(*(entries if a is source.tensor else a for a in args), **swapped)
-        for tensor, part in zip(_flat((out,), {}), [entries] if entries is None else _flat((entries,), {}), strict=True):
+        for tensor, part in zip(
+            _flat((out,), {}), [entries] if entries is None else _flat((entries,), {}), strict=True
+        ):
             if tensor is not source.tensor:  # contiguous() and friends may return their argument
                 self._operands[id(tensor)] = Operand(source.name, tensor, source.shape, part, tensor._version)
 
-    def _use(self, name, rule, args, kwargs, found, out, interval) -> None:  # noqa: ANN001 - one caller
+    def _use(self, name, rule, args, kwargs, found, out, interval) -> None:
         try:
             op = rule(*args, tracked=lambda t: id(t) in self._operands, **kwargs)
         except NotImplementedError as error:
@@ -204,7 +210,9 @@ class Recorder(TorchFunctionMode):
         if func in _DROPOUTS:
             p, training = (*args[1:3], *(kwargs[k] for k in ("p", "training") if k in kwargs))[:2]
             if training and p > 0:
-                raise ValueError(f"{func.__name__} is active (p={p}); call model.eval(), or pass allow_train_mode=True.")
+                raise ValueError(
+                    f"{func.__name__} is active (p={p}); call model.eval(), or pass allow_train_mode=True."
+                )
         elif func in (F.batch_norm, torch.batch_norm) and (args[5] if len(args) > 5 else kwargs.get("training", False)):
             raise ValueError(
                 "batch_norm uses the statistics of the batch, so predictions depend on the other data; call model.eval() "

@@ -58,7 +58,7 @@ def plain_codes(units: int, vectors: int) -> Codes:
 
 def proving_codes(units: int, vectors: int) -> Codes:
     """Return the fewest passes in which no unit's active set contains another's (an antichain, Sperner's theorem)."""
-    passes, repeats = min(_passes(units, vectors * m) + (m,) for m in range(1, 9))[::2]
+    passes, repeats = min((*_passes(units, vectors * m), m) for m in range(1, 9))[::2]
     active = vectors * repeats
     # Enumerate the smaller of the two: the passes taken, or those sat out.
     few = min(active, passes - active)

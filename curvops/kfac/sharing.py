@@ -10,7 +10,16 @@ from torch import Tensor
 
 from curvops.kfac.recorder import Use
 from curvops.kfac.rotation import Consistency, Rotations
-from curvops.kfac.schedule import Codes, Layout, find_layout, is_owned, plain_codes, proving_codes, single_indices, term_indices
+from curvops.kfac.schedule import (
+    Codes,
+    Layout,
+    find_layout,
+    is_owned,
+    plain_codes,
+    proving_codes,
+    single_indices,
+    term_indices,
+)
 from curvops.kfac.sites import Site
 from curvops.kfac.statistics import Observation, Statistic
 from curvops.kfac.vectors import Batch, Fisher
@@ -48,14 +57,15 @@ class Sharing:
         if self.fisher.mixes_freely and not self.by_datum:
             self.levels.append("free")
             return _feed(make(), seen, batch, map(batch.vectors.all, range(batch.vectors.count)))
-        for self.level in self._hypotheses(batch):
-            statistic = self._try(self.level, batch, seen, make)
+        for level in self._hypotheses(batch):
+            statistic = self._try(level, batch, seen, make)
             if statistic is not None:
-                break
-        else:
-            self.level = "none"
-            statistic = self._feed_singly(batch, seen, make())
-        self.levels.append(self.level)
+                return self._settle(level, statistic)
+        return self._settle("none", self._feed_singly(batch, seen, make()))
+
+    def _settle(self, level: str, statistic: Statistic) -> Statistic:
+        self.level = level
+        self.levels.append(level)
         return statistic
 
     def _hypotheses(self, batch: Batch) -> list[str]:
@@ -88,7 +98,9 @@ class Sharing:
             self.layouts, seen.layouts = layouts, dict(zip(batch.uses, layouts, strict=True))
         return _feed(make(), seen, batch, map(batch.vectors.at, self._indices(level, batch)))
 
-    def _feed_rotated(self, level: str, batch: Batch, seen: Observation, statistic: Statistic) -> tuple[Statistic, bool]:
+    def _feed_rotated(
+        self, level: str, batch: Batch, seen: Observation, statistic: Statistic
+    ) -> tuple[Statistic, bool]:
         """Feed the statistic in passes that prove on the way what they assume; say whether they did."""
         vectors, seed = batch.vectors, self.fisher.seed
         units = batch.num_data * (batch.terms if level == "terms" else 1)

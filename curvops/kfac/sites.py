@@ -16,7 +16,9 @@ Key = tuple[str, Hashable]
 
 @dataclass(eq=False)
 class Site:
-    """One block of parameters, complete once :func:`find_sites` returns it, in the canonical form ``[G, d_out, d_in]`` with one more column per joint bias.
+    """One block of parameters, in the canonical form ``[G, d_out, d_in]`` with one more column for each joint bias.
+
+    It is complete once :func:`find_sites` returns it.
 
     Attributes:
         weight: The weight (or part of one), if it is tracked.
@@ -165,5 +167,3 @@ def _slot(operand: Operand, shape: tuple[int, int, int], start: int, transposed:
         if torch.equal(index, natural.reshape(G, width, d_out).mT.reshape(-1)):
             return Slot(operand.name, tuple(operand.shape), start, width, True)
     return Slot(operand.name, tuple(operand.shape), start, width, False, index)
-
-

@@ -46,7 +46,9 @@ class Explanation(dict[str, Treatment]):
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def explain(model: Model, params: Params = None, data: Iterable[tuple[Any, Any]] | None = None, **options: Any) -> Explanation:
+def explain(
+    model: Model, params: Params = None, data: Iterable[tuple[Any, Any]] | None = None, **options: Any
+) -> Explanation:
     """Say how KFAC treats every parameter, before anything is computed.
 
     Args:
@@ -72,7 +74,7 @@ def explain(model: Model, params: Params = None, data: Iterable[tuple[Any, Any]]
             raw = risk.predict(leaves, X)
         reached = recorder.check(risk.loss.prepare(raw))
         refused = {u.name: u for u in recorder.unsupported}
-        details = {}
+        details: dict[str, str] = {}
         for site in find_sites([u for u in recorder.uses if not set(u.names) & set(refused)], separate):
             functions = [u.function for u, _ in site.members]
             text = site_detail(site.placement.shape, functions, site.placement.names, site.weight is not None)
@@ -133,7 +135,10 @@ def _assumed(model: Model, params: Params, policy: str) -> Explanation:
         module = owners[id(own[name])]
         operation = assumed_operation(module)
         if operation is None:
-            kind, detail = "unsupported" if policy == "raise" else policy, f"no rule is known for {type(module).__name__}"
+            kind, detail = (
+                "unsupported" if policy == "raise" else policy,
+                f"no rule is known for {type(module).__name__}",
+            )
         else:
             kind, detail = "kronecker", operation
         result[name] = Treatment(name, tuple(p.shape), kind, detail, assumed=True)

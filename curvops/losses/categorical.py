@@ -36,7 +36,11 @@ class CategoricalView(OutputView):
         self.mass = mass.unsqueeze(-1)
         self.weights = weights
         self.classes = torch.arange(self.C, device=x.device)
-        self.pivot = x.argmax(-1, keepdim=True)
+
+    @cached_property
+    def pivot(self) -> Tensor:
+        """The largest class of every term."""
+        return self.p.argmax(-1, keepdim=True)
 
     @property
     def columns(self) -> int:

@@ -9,11 +9,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from kfac.oracle import relative_error
 from torch import nn
 
 from curvops import KFACLinearOperator
 from curvops.kfac.tied import nearest_kronecker
-from kfac.oracle import relative_error
 
 
 def net() -> nn.Sequential:
@@ -30,7 +30,10 @@ def batches(*sizes: int) -> list:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_R10_merging_estimates_of_two_data_sets_is_one_estimate_of_both(approx, reduction):
     model, loss, data = net(), nn.CrossEntropyLoss(reduction=reduction), batches(4, 2, 3)
-    make = lambda part: KFACLinearOperator(model, loss, None, part, fisher_type="type-2", kfac_approx=approx)
+
+    def make(part):
+        return KFACLinearOperator(model, loss, None, part, fisher_type="type-2", kfac_approx=approx)
+
     merged = make(data[:1]).merge(make(data[1:]))
     assert relative_error(merged.to_dense(), make(data).to_dense()) < 1e-12
     assert merged.num_data == 9
@@ -39,7 +42,9 @@ def test_R10_merging_estimates_of_two_data_sets_is_one_estimate_of_both(approx, 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_R10_update_averages_factors(reduction):
     model, loss, data = net(), nn.CrossEntropyLoss(reduction=reduction), batches(4, 2)
-    old, new, K = (KFACLinearOperator(model, loss, None, d, fisher_type="type-2") for d in (data[:1], data[1:], data[:1]))
+    old, new, K = (
+        KFACLinearOperator(model, loss, None, d, fisher_type="type-2") for d in (data[:1], data[1:], data[:1])
+    )
     assert K.update(data[1:], decay=0.9) is K
     for name, block in K.factors.items():
         for role in ("input", "output"):
@@ -55,7 +60,7 @@ def test_R10_estimates_that_differ_in_kind_do_not_combine():
         K.merge(KFACLinearOperator(model, loss, None, data, fisher_type="type-2", kfac_approx="reduce"))
     with pytest.raises(ValueError, match="names or shapes"):
         K.merge(KFACLinearOperator(model, loss, [model[0].weight], data, fisher_type="type-2"))
-    with pytest.raises(ValueError, match="decay: found 1.5"):
+    with pytest.raises(ValueError, match=r"decay: found 1\.5"):
         K.update(data, decay=1.5)
     assert torch.equal(K.to_dense(), before)
 
@@ -97,7 +102,9 @@ def test_R2_a_weight_in_both_orientations_is_the_nearest_kronecker_product():
     untied = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4)).double()
     untied[0].load_state_dict(tied.encode.state_dict())
     untied[2].weight.data, untied[2].bias.data = tied.encode.weight.data.T.clone(), tied.bias.data
-    parts = KFACLinearOperator(untied, nn.MSELoss(), None, data, fisher_type="type-2", separate_weight_and_bias=True).factors
+    parts = KFACLinearOperator(
+        untied, nn.MSELoss(), None, data, fisher_type="type-2", separate_weight_and_bias=True
+    ).factors
     first, second = parts["0.weight"], parts["2.weight"]
     M = torch.kron(first.output, first.input) + torch.kron(second.input, second.output)
     got = torch.kron(K.factors["encode.weight"].output, K.factors["encode.weight"].input)
@@ -113,8 +120,8 @@ def test_R2_nearest_kronecker_is_optimal_and_positive(scale):
     B1, A1, B2, A2 = (F @ F.mT for F in (B1, A1, scale * B2, A2))
     B, A = nearest_kronecker((B1, A1), (B2, A2))
     _assert_nearest_kronecker(torch.kron(B[0], A[0]), torch.kron(B1[0], A1[0]) + torch.kron(B2[0], A2[0]), 3, 4)
-    for F in (B, A):
-        assert torch.linalg.eigvalsh(F).min() > 0
+    for factor in (B, A):
+        assert torch.linalg.eigvalsh(factor).min() > 0
 
 
 def _assert_nearest_kronecker(got, M, o, i):

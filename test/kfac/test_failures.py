@@ -91,8 +91,6 @@ def test_R2_A14c_bfloat16_over_512_batches() -> None:
     assert relative_error(K.factors["b.weight"].output.double(), torch.eye(2)) < 1e-3
 
 
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_R2_A14_half_precision_inverts(dtype: torch.dtype) -> None:
     net = mlp().to(dtype)

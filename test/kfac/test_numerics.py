@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
+from kfac.oracle import relative_error
 from torch import nn
 
 from curvops import KFACLinearOperator
-from kfac.oracle import relative_error
 
 LOSS = nn.CrossEntropyLoss()
 

@@ -18,7 +18,6 @@ Strides are turned into channels (``x[s q + r]`` is channel ``r`` at ``q``); the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import reduce
 from itertools import pairwise
 from math import inf, prod
 
@@ -176,7 +175,8 @@ def _add_gram_(A: Tensor, x: Tensor, row: Axis, column: Axis) -> None:
 
 def _sum(terms: Iterable[Tensor | None]) -> Tensor | None:
     """Add tensors; nothing is ``None``."""
-    return reduce(lambda a, b: a if b is None else b if a is None else a + b, terms, None)
+    present = [t for t in terms if t is not None]
+    return sum(present[1:], present[0]) if present else None
 
 
 def _ranges(row: Axis, size: int, shift: int) -> list[tuple[int, int]]:

@@ -120,7 +120,7 @@ def addmm(
         raise NotImplementedError(f"the call has beta={beta}, alpha={alpha}; supported: 1")
     product = matmul(mat1, mat2, tracked=tracked)
     outputs = product.form.weight_shape(tuple(product.weight.shape))[1]
-    biases = [(outputs, 1)] if product.form.left and product.x.ndim > 1 else [(outputs,), (1, outputs)]
+    biases = [(outputs, 1)] if product.weight is mat1 and product.x.ndim > 1 else [(outputs,), (1, outputs)]
     if tuple(input.shape) in biases:
         return Operation(product.form, product.x, product.weight, input)
     if tracked(input):
