@@ -134,12 +134,29 @@ class LinearOperator(ScipyLinearOperator, ABC):
         if is_scalar(x):
             raise ValueError("Multiply by a scalar with *, not @.")
         # Not scipy's __matmul__: it would come back here through dot.
-        return self._product(x) if is_torch(x) else super().dot(x)
+        return self._product(x) if is_torch(x) else super().dot(self._foreign(x, self.shape[1]))
 
     def __rmatmul__(self, x: Any) -> Any:
         if is_scalar(x):
             raise ValueError("Multiply by a scalar with *, not @.")
-        return self._adjoint()._product(x, leading=True) if is_torch(x) else super()._rdot(x)
+        if is_torch(x):
+            return self._adjoint()._product(x, leading=True)
+        return super()._rdot(self._foreign(x, None))
+
+    @staticmethod
+    def _foreign(x: Any, length: int | None) -> Any:
+        """Return something that scipy can multiply; ``length`` is that of the first axis of an array."""
+        if issparse(x) or isinstance(x, ScipyLinearOperator):
+            return x
+        array = np.asarray(x)
+        if array.dtype.kind not in "biufc":
+            raise TypeError(
+                f"Cannot multiply by {type(x).__name__}; expected an operator, a numpy array, a tensor, or a list or dict of "
+                "tensors."
+            )
+        if length is not None and (array.ndim not in (1, 2) or array.shape[0] != length):
+            raise ValueError(f"Got an array of shape {array.shape}, expected ({length},) or ({length}, K).")
+        return array
 
     def __mul__(self, x: Any) -> Any:
         return self._scale(self._scalar(x)) if is_scalar(x) else self @ x

@@ -12,7 +12,7 @@ from torch import Tensor
 from curvops.kfac.recorder import Recorder, Unsupported, Use, unsupported_message
 from curvops.kfac.schedule import single_indices
 from curvops.kfac.sharing import Sharing
-from curvops.kfac.sites import find_sites
+from curvops.kfac.sites import conflicts, find_sites
 from curvops.kfac.statistics import DenseBlocks, Statistic
 from curvops.kfac.vectors import Batch, Fisher, Vectors
 from curvops.losses import OutputView
@@ -108,7 +108,7 @@ class Collector(Generic[S]):
 
     def _supported(self, recorder: Recorder) -> list[Use]:
         """Return the uses without the parameters that no rule covers."""
-        for found in recorder.unsupported:
+        for found in (*recorder.unsupported, *conflicts(recorder.uses)):
             if self._policy == "raise":
                 raise NotImplementedError(unsupported_message(found))
             self.counts.unsupported.setdefault(found.name, found)

@@ -262,8 +262,8 @@ class _Entries:
             self._parts.append(slot.index.cpu())
         if self.count > self.numel or (self._parts and len(torch.cat(self._parts).unique()) != self.count):
             raise NotImplementedError(
-                f"Parameter {slot.name!r} is used as a whole and in parts, or with another bias in another batch; one block "
-                "cannot hold both. Leave it out of params, or choose unsupported='exact'."
+                f"Parameter {slot.name!r} is used as a whole in one batch and in parts, or with another bias, in another; one "
+                "block cannot hold both. Leave it out of params."
             )
 
     def free(self) -> Tensor:

@@ -104,7 +104,7 @@ class Unsupported:
     name: str
     function: str
     reason: str
-    interval: tuple[int, int]
+    interval: tuple[int, int] = (0, 0)
 
 
 class Recorder(TorchFunctionMode):

@@ -50,6 +50,7 @@ class Sharing:
     level: str = ""
     layouts: Layouts | None = None
     levels: list[str] = field(default_factory=list)
+    _guessed: set[int] = field(default_factory=set)
 
     def feed(self, batch: Batch, sites: list[Site], make: Feeding) -> Statistic:
         """Return a fresh statistic fed with the batch."""
@@ -79,24 +80,42 @@ class Sharing:
     def _try(self, level: str, batch: Batch, seen: Observation, make: Feeding) -> Statistic | None:
         """Feed a statistic under a hypothesis; return ``None`` if it proves wrong."""
         if self.by_datum:
-            if self.layouts is None or not _fit(self.layouts, batch):
-                separate, self.layouts = _probe(level, batch)
-                if not separate:
-                    return None
-                _check_regular(self.layouts, batch)
-            seen.layouts = dict(zip(batch.uses, self.layouts, strict=True))
+            if (self.layouts is None or not _fit(self.layouts, batch)) and not self._look(level, batch):
+                return None
+            seen.layouts = self._by_use(batch)
         statistic, consistent = self._feed_rotated(level, batch, seen, make())
         if consistent:
             return statistic
         # Wrong, or too irregular or too coarse in precision for that proof: look closer.
-        separate, layouts = _probe(level, batch)
-        if not separate:
-            self.layouts = layouts
+        if not self._look(level, batch):
             return None
         if self.by_datum:
-            _check_regular(layouts, batch)
-            self.layouts, seen.layouts = layouts, dict(zip(batch.uses, layouts, strict=True))
+            seen.layouts = self._by_use(batch)
         return _feed(make(), seen, batch, map(batch.vectors.at, self._indices(level, batch)))
+
+    def _look(self, level: str, batch: Batch) -> bool:
+        """Probe whether units share rows; where the statistic needs to know, take note of the layouts."""
+        separate, self.layouts, silent = _probe(level, batch)
+        if separate and self.by_datum:
+            _check_regular(self.layouts, batch)
+            self._check_guesses(batch, silent)
+        return separate
+
+    def _check_guesses(self, batch: Batch, silent: list[bool]) -> None:
+        """Without a gradient, rows are taken to be batch-first; refuse if another batch tells better."""
+        for i, (use, layout) in enumerate(zip(batch.uses, self.layouts, strict=True)):
+            batch_first = layout.outer == 1
+            if silent[i] and batch.num_data > 1 and layout.inner > 1:
+                self._guessed.add(i)
+            elif not silent[i] and i in self._guessed and not batch_first:
+                raise NotImplementedError(
+                    f"In an earlier batch the operation on {list(use.names)} had no gradient, so its rows were taken to be "
+                    "batch-first; this batch shows that they are not. Begin with a batch that reaches it, or use "
+                    "kfac_approx='expand'."
+                )
+
+    def _by_use(self, batch: Batch) -> dict[Use, Layout | None]:
+        return dict(zip(batch.uses, self.layouts, strict=True))
 
     def _feed_rotated(
         self, level: str, batch: Batch, seen: Observation, statistic: Statistic
@@ -121,8 +140,8 @@ class Sharing:
         seen.single = True
         if self.by_datum:
             if self.layouts is None or not _fit(self.layouts, batch):
-                _, self.layouts = _probe("data", batch)
-            seen.layouts = dict(zip(batch.uses, self.layouts, strict=True))
+                _, self.layouts, _ = _probe("data", batch)
+            seen.layouts = self._by_use(batch)
         count = 0 if self.fisher.kind == "forward-only" else batch.vectors.count
         indices = single_indices(batch.num_data, batch.terms, count, self.fisher.unit)
         return _feed(statistic, seen, batch, map(batch.vectors.at, indices))
@@ -155,8 +174,12 @@ def _fit(layouts: Layouts, batch: Batch) -> bool:
     return all(lay is not None and lay.rows(batch.num_data) == M for lay, (M, _) in zip(layouts, extents, strict=True))
 
 
-def _probe(level: str, batch: Batch) -> tuple[bool, Layouts]:
-    """Find out with generic vectors, and to the bit, whether no row is reached by two units, and how rows are laid out."""
+def _probe(level: str, batch: Batch) -> tuple[bool, Layouts, list[bool]]:
+    """Find out with generic vectors, and to the bit, whether no row is reached by two units.
+
+    Returns:
+        Whether it is so, how the rows of every use are laid out, and which uses were not reached at all.
+    """
     by_position = level == "terms"
     codes = proving_codes(batch.num_data * (batch.terms if by_position else 1), 1)
     reached: dict[Use, list[Tensor]] = {u: [] for u in batch.uses}
@@ -165,12 +188,13 @@ def _probe(level: str, batch: Batch) -> tuple[bool, Layouts]:
         gradients = batch.backward(batch.vectors.probe(index))
         for use, passes in reached.items():
             passes.append(_reached_rows(use, gradients.get(use), by_position))
-    separate, layouts = True, []
+    separate, layouts, silent = True, [], []
     for passes in reached.values():
         active = torch.stack(passes)
+        silent.append(not active.any())
         layouts.append(find_layout(active, codes))
         separate &= layouts[-1] is not None or _is_irregular(active, codes, batch, by_position)
-    return separate, tuple(layouts)
+    return separate, tuple(layouts), silent
 
 
 def _reached_rows(use: Use, gradient: Tensor | None, by_position: bool) -> Tensor:

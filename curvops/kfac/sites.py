@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from curvops.kfac.recorder import Operand, Use
+from curvops.kfac.recorder import Operand, Unsupported, Use
 from curvops.structured.placement import Placement, Slot
 
 Key = tuple[str, Hashable]
@@ -69,11 +69,8 @@ def find_sites(uses: Sequence[Use], separate: bool) -> list[Site]:
     both orientations has a block for each, without biases.
 
     Args:
-        uses: The uses of one forward pass.
+        uses: The uses of one forward pass, without :func:`conflicts`.
         separate: Every bias stands alone.
-
-    Raises:
-        NotImplementedError: If the uses of one weight have canonical forms that do not fit together.
     """
     alone = _lonely_biases(uses, separate)
     sites: dict[Key, Site] = {}
@@ -81,7 +78,6 @@ def find_sites(uses: Sequence[Use], separate: bool) -> list[Site]:
         joint = use.bias is not None and _key(use.bias) not in alone
         if use.weight is not None:
             site = sites.setdefault(_weight_key(use), Site(use.weight, ()))
-            _check_same_form(site, use)
             site.members.append((use, _column(site, use.bias) if joint else None))
         if use.bias is not None and not joint:
             sites.setdefault(_key(use.bias), Site(None, (use.bias,))).members.append((use, 0))
@@ -133,17 +129,30 @@ def _weight_slot(use: Use) -> Slot:
     return _slot(use.weight, use.form.weight_shape(tuple(use.weight.tensor.shape)), 0, use.form.transposed)
 
 
-def _check_same_form(site: Site, use: Use) -> None:
-    if not site.members:
-        return
-    first = site.members[0][0]
-    assert use.weight is not None
-    same_shape = site.weight_shape == use.form.weight_shape(tuple(use.weight.tensor.shape))
-    if not _same(_weight_slot(first), _weight_slot(use), same_shape):
-        raise NotImplementedError(
-            f"Parameter {site.name!r} is used by {first.function} and by {use.function} in arrangements that one Kronecker "
-            "product does not describe. Leave it out of params, or choose unsupported='exact'."
-        )
+def conflicts(uses: Sequence[Use]) -> Iterator[Unsupported]:
+    """Yield the parameters whose uses do not fit into one block each, and why."""
+    parts: dict[str, dict[Key, Operand]] = {}
+    first: dict[Key, Use] = {}
+    for use in uses:
+        for operand in filter(None, (use.weight, use.bias)):
+            parts.setdefault(operand.name, {})[_key(operand)] = operand
+        if use.weight is None:
+            continue
+        other = first.setdefault(_weight_key(use), use)
+        if not _same_arrangement(other, use):
+            reason = f"{other.function} uses it in an arrangement that does not fit one Kronecker product with this one"
+            yield Unsupported(use.weight.name, use.function, reason)
+    for name, operands in parts.items():
+        entries = [o.entries.flatten() for o in operands.values() if o.entries is not None]
+        taken = sum(o.tensor.numel() for o in operands.values())
+        if entries and (taken > len(torch.cat(entries).unique()) or len(entries) < len(operands)):
+            function = next(u.function for u in uses if name in u.names)
+            yield Unsupported(name, function, "some of its entries are used in more than one part of it")
+
+
+def _same_arrangement(a: Use, b: Use) -> bool:
+    shapes = [u.form.weight_shape(tuple(u.weight.tensor.shape)) for u in (a, b)]
+    return a is b or _same(_weight_slot(a), _weight_slot(b), shapes[0] == shapes[1])
 
 
 def _same(a: Slot, b: Slot, same_shape: bool) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.recorder import Recorder
 from curvops.kfac.rules._base import assumed_operation
-from curvops.kfac.sites import find_sites
+from curvops.kfac.sites import conflicts, find_sites
 from curvops.risk import EmpiricalRisk, Model, Params, named_params, random_state_kept
 
 
@@ -73,7 +73,7 @@ def explain(
         with recorder:
             raw = risk.predict(leaves, X)
         reached = recorder.check(risk.loss.prepare(raw))
-        refused = {u.name: u for u in recorder.unsupported}
+        refused = {u.name: u for u in (*recorder.unsupported, *conflicts(recorder.uses))}
         details: dict[str, str] = {}
         for site in find_sites([u for u in recorder.uses if not set(u.names) & set(refused)], separate):
             functions = [u.function for u, _ in site.members]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Number
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,8 +55,13 @@ def _right(X: Tensor, A: Tensor | None) -> Tensor:
 
 def check_damping(damping: Any, label: str = "") -> float | Tensor:
     """Return a damping as a number or 0-dim tensor; refuse negative ones."""
-    if not isinstance(damping, Tensor):
+    if isinstance(damping, Tensor) and damping.numel() == 1:
+        damping = damping.reshape(())
+    elif isinstance(damping, Number):
         damping = float(damping)
+    else:
+        found = f"a tensor of shape {tuple(damping.shape)}" if isinstance(damping, Tensor) else repr(damping)
+        raise TypeError(f"Got damping={found} for {_linalg.named(label)}, expected one number (per block).")
     if not damping >= 0:
         raise ValueError(f"Got damping={float(damping)} for {_linalg.named(label)}, expected a number >= 0.")
     return damping

@@ -191,3 +191,36 @@ def test_R8_unused_and_dead_branches_are_zero_and_change_nothing() -> None:
 def test_R8_predictions_without_parameters_are_zero() -> None:
     K = type2(lambda p, x: x, {"w": torch.randn(3, 2)}, batches(2))
     assert torch.equal(K.to_dense(), torch.zeros(6, 6))
+
+
+class Overlap(nn.Module):
+    """Uses rows 0 to 2 and 1 to 3 of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight[:3]) + F.linear(x, self.weight[1:])
+
+
+def test_R2_overlapping_parts_of_a_weight_are_refused_by_name_or_exact() -> None:
+    model = Overlap().double()
+    data = [(torch.randn(n, 3).double(), torch.randn(n, 3).double()) for n in (4, 2)]
+    with pytest.raises(
+        NotImplementedError, match=r"'weight' is used by linear: some of its entries .* unsupported='exact'"
+    ):
+        KFACLinearOperator(model, nn.MSELoss(), None, data, fisher_type="type-2")
+    K = KFACLinearOperator(model, nn.MSELoss(), None, data, fisher_type="type-2", unsupported="exact")
+    assert relative_error(K.to_dense(), dense_ggn(model, nn.MSELoss(), dict(model.named_parameters()), data)) < 1e-12
+    assert K.treatments["weight"].kind == "exact"
+
+
+def test_R2_a_repeated_row_is_refused_by_name() -> None:
+    class Repeat(Overlap):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight[[0, 0, 1, 2]])
+
+    data = [(torch.randn(4, 3).double(), torch.randn(4, 4).double())]
+    with pytest.raises(NotImplementedError, match="some of its entries are used in more than one part"):
+        KFACLinearOperator(Repeat().double(), nn.MSELoss(), None, data)

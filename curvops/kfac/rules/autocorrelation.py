@@ -79,7 +79,7 @@ def _work(shape: Sequence[int], axes: Sequence[Axis]) -> float:
     units = [_unit(axis) for axis in axes]
     strided = any(axis.stride > 1 for axis in axes)
     C *= prod(axis.stride for axis in axes)
-    sizes = [n if u is a else a.windows(n) + u.kernel - 1 for a, u, n in zip(axes, units, sizes, strict=True)]
+    sizes = [_whole(a, u, n) // a.stride for a, u, n in zip(axes, units, sizes, strict=True)]
     row, column = (Axis(), *units)[-2:]
     H, W = (1, *sizes)[-2:]
     gap, block = column.kernel - 1, max(1, 8 // C)
@@ -125,7 +125,10 @@ def _strided_gram(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     """Turn strides into channels: with stride s, ``[*, G, C, H, W]`` becomes ``[*, G, C * s * s, H / s, W / s]``."""
     C, strides = x.shape[-3], [axis.stride for axis in axes]
     units = [_unit(axis) for axis in axes]
-    x = pad(x, [_whole(a, u, n) for a, u, n in zip(axes, units, x.shape[-2:], strict=True)])
+    lengths = [_whole(a, u, n) for a, u, n in zip(axes, units, x.shape[-2:], strict=True)]
+    sides = [0 if a.stride == 1 else a.left for a in axes]
+    ends = [max(0, m - n - left) for m, n, left in zip(lengths, x.shape[-2:], sides, strict=True)]
+    x = pad(x, [Axis(left=a, right=b) for a, b in zip(sides, ends, strict=True)])[..., : lengths[0], : lengths[1]]
     x = x.unflatten(-1, (-1, strides[1])).unflatten(-3, (-1, strides[0]))  # [*, G, C, H / s, s, W / s, s]
     x = x.movedim((-3, -1), (-4, -3)).flatten(-5, -3)
     d = x.shape[-3] * prod(u.kernel for u in units)
@@ -143,12 +146,9 @@ def _unit(axis: Axis) -> Axis:
     return axis if axis.stride == 1 else Axis(-(-axis.kernel // axis.stride))
 
 
-def _whole(axis: Axis, unit: Axis, size: int) -> Axis:
-    """Return the padding (or cropping, if negative) of a strided axis that makes it whole strides."""
-    if axis.stride == 1:
-        return Axis()
-    length = axis.stride * (axis.windows(size) + unit.kernel - 1)
-    return Axis(left=axis.left, right=length - size - axis.left)
+def _whole(axis: Axis, unit: Axis, size: int) -> int:
+    """Return how many padded pixels the windows of a strided axis read, in whole strides; else the size."""
+    return size if axis.stride == 1 else axis.stride * (axis.windows(size) + unit.kernel - 1)
 
 
 def _add_gram_(A: Tensor, x: Tensor, row: Axis, column: Axis) -> None:
@@ -200,7 +200,8 @@ def _phases(x: Tensor, axis: Axis) -> Iterator[tuple[Tensor, Axis]]:
         phase = x[..., (r - axis.left) % d :: d]
         left = max(0, -((r - axis.left) // d))
         right = -((r - windows) // d) + axis.kernel - 1 - phase.shape[-1] - left
-        yield phase, Axis(axis.kernel, left=left, right=right)
+        if phase.shape[-1]:  # else only padding is read
+            yield phase, Axis(axis.kernel, left=left, right=right)
 
 
 class _Lines:

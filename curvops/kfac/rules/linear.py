@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +39,8 @@ class LinearForm(Form):
         return g.reshape(1, -1, 1, 1) if self.vector else self._rows(g)
 
     def extent(self, x: Tensor) -> tuple[int, int]:
-        width = x.shape[-2 if self.left and x.ndim > 1 else -1]
-        return x.numel() // width, 1
+        x = x.mT if self.left and x.ndim > 1 else x
+        return prod(x.shape[:-1]), 1
 
     def add_input_gram_(self, A: Tensor, x: Tensor) -> bool:
         return add_outer_(A, wide(self.inputs(x)).flatten(1, 2).mT)
@@ -55,7 +56,7 @@ class LinearForm(Form):
 
     def _rows(self, t: Tensor) -> Tensor:
         t = t.mT if self.left and t.ndim > 1 else t
-        return t.reshape(1, -1, 1, t.shape[-1])
+        return t.reshape(1, prod(t.shape[:-1]), 1, t.shape[-1])
 
 
 @register(F.linear, modules=(nn.Linear,))

@@ -90,6 +90,15 @@ def test_R6_autocorrelation_at_every_number_of_channels(axes: list[Axis], groups
     assert_moment(A, x, axes)
 
 
+@pytest.mark.parametrize("column", [Axis(3, 1, 3, 4, 3), Axis(3, 3, 1, 4, 0)], ids=["dilation", "stride"])
+def test_R6_windows_that_read_padding_only(column: Axis) -> None:
+    axes = [Axis(2, 1, 2, 1, 2), column]
+    x = torch.randn(2, 1, 2, 4, 1, dtype=torch.float64)
+    A = torch.zeros(1, 12, 12, dtype=torch.float64)
+    add_autocorrelation_(A, x, axes)
+    assert_moment(A, x, axes)
+
+
 CHOICES = {
     "1x1": ((3, 2, 4, 5, 6), [Axis(), Axis()], "channel"),
     "1x1, stride 2, padded": ((3, 2, 4, 5, 6), [Axis(1, 2, 1, 1, 3), Axis(1, 3, 2, 2, 0)], "channel"),
