@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from numbers import Number
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def check_damping(damping: Any, label: str = "") -> float | Tensor:
     """Return a damping as a number or 0-dim tensor; refuse negative ones."""
     if isinstance(damping, Tensor) and damping.numel() == 1:
         damping = damping.reshape(())
-    elif isinstance(damping, Number):
+    elif isinstance(damping, Real):
         damping = float(damping)
     else:
         found = f"a tensor of shape {tuple(damping.shape)}" if isinstance(damping, Tensor) else repr(damping)
