@@ -31,6 +31,7 @@ class Rotations:
         self.passes = vectors + (units > 1)  # a single unit has nobody to be mistaken for
         w = torch.randn(units, vectors + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         self._w = (w / w.norm(dim=1, keepdim=True)).to(device) if units > 1 else torch.zeros_like(w, device=device)
+        self._twice = -2 * self._w
 
     def row(self, p: int) -> Tensor:
         """Return how pass ``p`` combines the vectors of every unit: ``[U, V]``."""
@@ -41,7 +42,7 @@ class Rotations:
         return self._column(self.vectors).T
 
     def _column(self, p: int) -> Tensor:
-        column = -2 * self._w[:, p, None] * self._w
+        column = self._twice[:, p, None] * self._w
         column[:, p] += 1
         return column
 

@@ -57,7 +57,8 @@ class Sharing:
         seen = Observation(sites, batch.num_data, dict.fromkeys(batch.uses))
         if self.fisher.mixes_freely and not self.by_datum:
             self.levels.append("free")
-            return _feed(make(), seen, batch, map(batch.vectors.all, range(batch.vectors.count)))
+            count = 0 if self.fisher.kind == "forward-only" else batch.vectors.count
+            return _feed(make(), seen, batch, map(batch.vectors.all, range(count)))
         for level in self._hypotheses(batch):
             statistic = self._try(level, batch, seen, make)
             if statistic is not None:

@@ -121,7 +121,8 @@ def _weight_key(use: Use) -> Key:
     """Identify a weight with its orientation."""
     assert use.weight is not None
     name, part = _key(use.weight)
-    return name, (part, _weight_slot(use).transposed)
+    plain = use.weight.entries is None
+    return name, (part, use.form.transposed if plain else _weight_slot(use).transposed)
 
 
 def _weight_slot(use: Use) -> Slot:
@@ -151,8 +152,10 @@ def conflicts(uses: Sequence[Use]) -> Iterator[Unsupported]:
 
 
 def _same_arrangement(a: Use, b: Use) -> bool:
+    if a is b:
+        return True
     shapes = [u.form.weight_shape(tuple(u.weight.tensor.shape)) for u in (a, b)]
-    return a is b or _same(_weight_slot(a), _weight_slot(b), shapes[0] == shapes[1])
+    return _same(_weight_slot(a), _weight_slot(b), shapes[0] == shapes[1])
 
 
 def _same(a: Slot, b: Slot, same_shape: bool) -> bool:

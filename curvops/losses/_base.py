@@ -156,10 +156,11 @@ class OutputView(ABC):
             )
         return data_index.to(self.layout.device).view(-1, 1, 1)
 
-    def _entries(self, width: int) -> tuple[Tensor, Tensor]:
-        """Return the keys of terms and entries."""
+    def _entries(self, width: int) -> tuple[Tensor | int, Tensor]:
+        """Return the keys of terms and entries; a number hashes like a tensor, and faster."""
         device = self.layout.device
-        return torch.arange(self.T, device=device).view(-1, 1), torch.arange(width, device=device)
+        terms = torch.arange(self.T, device=device).view(-1, 1) if self.T > 1 else 0
+        return terms, torch.arange(width, device=device)
 
 
 class OutputLoss(ABC):

@@ -48,8 +48,8 @@ def add_outer_(A: Tensor, X: Tensor) -> bool:
     Returns:
         Whether only the block upper triangle was filled, so that ``mirror_`` must complete it.
     """
-    # Mirroring costs more than the other triangle of a product over few rows: measured equal at 256 rows or below.
-    if A.shape[-1] < 256 or X.shape[-1] < 256:
+    # Halving pays for long products only: mirroring costs, and where cores are shared eight short calls wait longer than one.
+    if A.shape[-1] < 256 or X.shape[-1] < 512:
         A.baddbmm_(X, X.mT)
         return False
     for rows in block_rows(A.shape[-1]):
