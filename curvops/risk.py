@@ -283,6 +283,8 @@ def _common(params: dict[str, Tensor]) -> tuple[torch.dtype, torch.device]:
                 f"params: found several {attribute}s ({listed}), expected one; select or convert the parameters."
             )
     p = next(iter(params.values()))
+    if p.device.type == "meta":
+        raise ValueError("params: found the meta device, which holds no values; load or initialise the parameters.")
     if not p.is_floating_point():
         raise TypeError(f"params: found dtype {p.dtype}, expected a real floating point dtype.")
     return p.dtype, p.device
@@ -307,6 +309,7 @@ def _swapped(model: Model, params: dict[str, Tensor], leaves: dict[str, Tensor])
     parameters = [slot for slot in _slots(model, "_parameters") if id(slot[2]) in new]
     buffers = list(_slots(model, "_buffers"))
     copies = {id(b): b.clone() for _, _, b in buffers}
+    attributes = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
     try:
         for store, key, t in parameters:
             store[key] = new[id(t)]
@@ -317,7 +320,17 @@ def _swapped(model: Model, params: dict[str, Tensor], leaves: dict[str, Tensor])
     finally:
         for store, key, t in (*parameters, *buffers):
             store[key] = t
+        for store, before in attributes:
+            _restore_tensors(store, before)
         _refresh_flat_weights(model)
+
+
+def _restore_tensors(store: dict[str, Any], before: dict[str, Any]) -> None:
+    """Take back tensors that modules keep as plain attributes (weights made by hooks, caches): they hold our graph."""
+    for key, value in list(store.items()):
+        if isinstance(value, Tensor) and value is not before.get(key):
+            store.pop(key)
+    store.update((k, v) for k, v in before.items() if isinstance(v, Tensor))
 
 
 def _refresh_flat_weights(model: nn.Module) -> None:

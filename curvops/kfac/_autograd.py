@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ def stable_edge(out: Tensor) -> GradientEdge:
     """
     base = out._base if out._is_view() else None
     return get_gradient_edge(out if base is None or base.numel() != out.numel() else base)
+
+
+def result_nodes(results: Iterable[Tensor]) -> set[Any]:
+    """Return the autograd nodes of results and, as an in-place operation rewrites those of views, of their bases."""
+    both = (t for r in results for t in (r, r._base) if t is not None)
+    return {t.grad_fn for t in both if t.grad_fn is not None}
 
 
 def graph_edges(output: Tensor) -> list[tuple[Any, Any]]:

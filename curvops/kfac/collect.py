@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvops.kfac.recorder import Recorder, Unsupported, Use, unsupported_message
-from curvops.kfac.schedule import single_indices
+from curvops.kfac.schedule import vector_indices
 from curvops.kfac.sharing import Sharing
 from curvops.kfac.sites import conflicts, find_sites
 from curvops.kfac.statistics import DenseBlocks, Statistic
@@ -129,7 +129,10 @@ class Collector(Generic[S]):
         names = [n for n in self.counts.unsupported if self._policy != "zero"]
         if not names or not batch.output.requires_grad:
             return
-        for index in single_indices(batch.num_data, batch.terms, batch.vectors.count, self.fisher.unit):
+        by_term = self.fisher.unit == "term"
+        for index in vector_indices(
+            batch.num_data, batch.terms, batch.vectors.count, each_datum=True, each_term=by_term
+        ):
             vector = batch.vectors.at(index)
             tensors = [leaves[n] for n in names]
             grads = torch.autograd.grad(batch.output, tensors, vector, retain_graph=True, allow_unused=True)

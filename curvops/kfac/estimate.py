@@ -52,8 +52,8 @@ class Estimate:
     def from_pass(cls, collected: Collector[Factors], shapes: dict, like: Tensor, options: dict[str, Any]) -> Estimate:
         """Take over what a pass collected."""
         counts = collected.counts
-        notes = {n: "never reached by a prediction: zero" for n in shapes if n not in counts.reached}
-        notes |= {u.name: f"{u.function} has no rule: {u.reason}" for u in counts.unsupported.values()}
+        notes = {n: "never reached by a prediction" for n in shapes if n not in counts.reached}
+        notes |= {u.name: f"{u.function}: {u.reason}" for u in counts.unsupported.values()}
         blocks, dense = list(collected.statistic.sums.values()), dict(collected.dense.sums)
         scale = 1 / counts.normalizer if options["reduction"] == "mean" else 1.0
         # Means are formed here, once and in place; a bias alone may share its factor with its weight.
@@ -129,7 +129,8 @@ class Estimate:
         """
         groups: list[list[Sums]] = []
         for sums in self.blocks:
-            partner = next((g for g in groups if is_turned(g[0], sums)), None)
+            weights = (g for g in groups if g[0].A is not None and sums.A is not None)
+            partner = next((g for g in weights if is_turned(g[0].placement, sums.placement)), None)
             if partner is None:
                 groups.append([sums])
             else:
@@ -262,8 +263,8 @@ class _Entries:
             self._parts.append(slot.index.cpu())
         if self.count > self.numel or (self._parts and len(torch.cat(self._parts).unique()) != self.count):
             raise NotImplementedError(
-                f"Parameter {slot.name!r} is used as a whole in one batch and in parts, or with another bias, in another; one "
-                "block cannot hold both. Leave it out of params."
+                f"Parameter {slot.name!r} is used in two ways that one block cannot hold (as a whole and in parts, as a weight "
+                "and as a bias, or with a bias that another batch does not have). Leave it out of params."
             )
 
     def free(self) -> Tensor:

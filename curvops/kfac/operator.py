@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
 from typing import Any
 
 import torch
@@ -12,38 +11,12 @@ from torch import Tensor
 from curvops.kfac.collect import Collector
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.factors import BlockFactors, factors_of
+from curvops.kfac.options import FisherType, KFACType, Policy, choice
 from curvops.kfac.statistics import Factors
 from curvops.kfac.treatment import Treatment, treatments
 from curvops.kfac.vectors import Fisher
 from curvops.risk import EmpiricalRisk, Model, Params
 from curvops.structured.direct_sum import DirectSum
-
-
-class FisherType(str, Enum):
-    """Which output vectors make up the output factors; every place takes the plain string, too."""
-
-    TYPE2 = "type-2"
-    MC = "mc"
-    SIGNS = "signs"
-    EMPIRICAL = "empirical"
-    EMPIRICAL_PER_TERM = "empirical-per-term"
-    FORWARD_ONLY = "forward-only"
-
-
-class KFACType(str, Enum):
-    """How weight sharing enters the factors; every place takes the plain string, too."""
-
-    EXPAND = "expand"
-    REDUCE = "reduce"
-
-
-class Unsupported(str, Enum):
-    """What happens to a parameter that no rule covers; every place takes the plain string, too."""
-
-    RAISE = "raise"
-    EXACT = "exact"
-    DIAGONAL = "diagonal"
-    ZERO = "zero"
 
 
 class KFACLinearOperator(DirectSum):
@@ -101,9 +74,9 @@ class KFACLinearOperator(DirectSum):
         class_dim: int | None = None,
         allow_train_mode: bool = False,
     ) -> None:
-        fisher_type = _choice("fisher_type", fisher_type, FisherType)
-        kfac_approx = _choice("kfac_approx", kfac_approx, KFACType)
-        unsupported = _choice("unsupported", unsupported, Unsupported)
+        fisher_type = choice("fisher_type", fisher_type, FisherType)
+        kfac_approx = choice("kfac_approx", kfac_approx, KFACType)
+        unsupported = choice("unsupported", unsupported, Policy)
         if isinstance(mc_samples, bool) or not isinstance(mc_samples, int) or mc_samples < 1:
             raise ValueError(f"mc_samples: found {mc_samples!r}, expected a positive integer.")
         if not hasattr(seed, "__index__"):
@@ -227,11 +200,3 @@ def _pass(risk: EmpiricalRisk, options: dict[str, Any], data: Any, offset: int) 
     shapes = dict(zip(risk.names, risk.shapes, strict=True))
     like: Tensor = torch.empty(0, dtype=risk.dtype, device=risk.device)
     return Estimate.from_pass(collector, shapes, like, options)
-
-
-def _choice(argument: str, value: Any, kinds: type[Enum]) -> str:
-    try:
-        return str(kinds(value).value)
-    except ValueError:
-        expected = ", ".join(repr(k.value) for k in kinds)
-        raise ValueError(f"{argument}: found {value!r}, expected one of {expected}.") from None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
-from curvops.kfac._autograd import graph_edges, is_functorch, node_number, sequence_number, stable_edge
+from curvops.kfac._autograd import graph_edges, is_functorch, node_number, result_nodes, sequence_number, stable_edge
 from curvops.kfac.rules import rule_for, supported
 from curvops.kfac.rules._base import Form
 
@@ -99,12 +99,13 @@ class Use:
 
 @dataclass(frozen=True)
 class Unsupported:
-    """An operation on a tracked parameter that no rule covers."""
+    """An operation on a tracked parameter that no rule covers; ``interval`` or ``nodes`` find it in the graph."""
 
     name: str
     function: str
     reason: str
     interval: tuple[int, int] = (0, 0)
+    nodes: frozenset[Any] = frozenset()
 
 
 class Recorder(TorchFunctionMode):
@@ -135,11 +136,14 @@ class Recorder(TorchFunctionMode):
         self._operands = {id(t): Operand(n, t, t.shape) for n, t in tracked.items()}
         self._intervals: dict[str, list[tuple[int, int]]] = {n: [] for n in tracked}
         self._without_gradient: dict[str, str] = {}
+        self._results: set[Any] = set()  # the nodes of what noted operations returned
 
     # ---- during the forward pass -------------------------------------------------
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         self._check_chance(func, args, kwargs)
+        if func is torch.autograd.grad:
+            return self._derivative(args, kwargs)
         found = [self._operands[id(t)] for t in _flat(args, kwargs) if id(t) in self._operands]
         if not found:
             return func(*args, **kwargs)
@@ -149,8 +153,9 @@ class Recorder(TorchFunctionMode):
                 return func(*args, **kwargs)
         start = sequence_number()
         out = func(*args, **kwargs)
-        results = [t for t in _flat((out,), {}) if t.is_floating_point()]
+        results = [t for t in _flat((out,), {}) if t.is_floating_point() or t.is_complex()]
         if results:
+            self._results |= result_nodes(results)
             self._note(_name(func), func, args, kwargs, found, out, results, (start, sequence_number()))
         return out
 
@@ -164,7 +169,7 @@ class Recorder(TorchFunctionMode):
                 self._without_gradient.setdefault(n, name)
         elif any(operand.modified for operand in found):
             self._refuse(names, name, "it was modified in place before", interval)
-        elif name in _CASTS | _VIEWS and len(found) == 1:
+        elif name in _CASTS | _VIEWS and len(found) == 1 and next(_flat(args, kwargs)) is found[0].tensor:
             self._derive(name, func, args, kwargs, found[0], out)
         elif rule := rule_for(func):
             self._use(name, rule, args, kwargs, found, out, interval)
@@ -172,6 +177,20 @@ class Recorder(TorchFunctionMode):
             self._refuse(names, name, "no rule covers it", interval)
         for n in names:
             self._intervals[n].append(interval)
+
+    def _derivative(self, args: tuple, kwargs: dict) -> Any:
+        """Run ``torch.autograd.grad``: what depends on its result uses parameters in ways that no rule knows."""
+        start = sequence_number()
+        out = torch.autograd.grad(*args, **kwargs)
+        results = [t for t in _flat((out,), {}) if t.grad_fn is not None]
+        owners, interval = {id(t): n for n, t in self._leaves.items()}, (start, sequence_number())
+        variables = {id(getattr(target, "variable", None)) for t in results for _, target in graph_edges(t)}
+        reason = "the prediction depends on a derivative of operations with it, and rules know only their results"
+        self._results |= (nodes := result_nodes(results))
+        for name in sorted(owners[v] for v in variables & owners.keys()):
+            self.unsupported.append(Unsupported(name, "autograd.grad", reason, interval, frozenset(nodes)))
+            self._intervals[name].append(interval)
+        return out
 
     def _derive(self, name: str, func: Any, args: tuple, kwargs: dict, source: Operand, out: Any) -> None:
         entries = source.entries
@@ -193,6 +212,9 @@ class Recorder(TorchFunctionMode):
             self._refuse([o.name for o in found], name, str(error), interval)
             return
         weight, bias = (None if t is None else self._operands.get(id(t)) for t in (op.weight, op.bias))
+        if op.x.layout is not torch.strided or op.x.is_nested:
+            self._refuse([o.name for o in found], name, "its input is sparse or nested; supported: dense", interval)
+            return
         consumed = [o for o in (weight, bias) if o is not None]
         others = [o.name for o in found if all(o is not c for c in consumed)]
         if others:
@@ -234,6 +256,9 @@ class Recorder(TorchFunctionMode):
         owners, replaced = ({id(t): n for n, t in ts.items()} for ts in (self._leaves, self._replaced))
         derived = {o.tensor.grad_fn: o.name for o in self._operands.values() if o.tensor.grad_fn is not None}
         edges = graph_edges(output)
+        parents: dict[Any, list[Any]] = {output.grad_fn: [None]}
+        for source, target in edges:
+            parents.setdefault(target, []).append(source)
         numbers: dict[str, list[int]] = {}
         for source, target in edges:
             if "CheckpointFunction" in source.name():
@@ -244,21 +269,36 @@ class Recorder(TorchFunctionMode):
             name = owners.get(variable) or derived.get(target)
             if name is None:
                 continue
-            number = node_number(source)
-            if not any(start <= number < stop for start, stop in self._intervals[name]):
-                raise NotImplementedError(_ESCAPED.format(name=name, node=source.name()))
-            numbers.setdefault(name, []).append(number)
+            self._check_noted(name, source, parents)
+            numbers.setdefault(name, []).append(node_number(source))
         if (name := owners.get(id(output)) or derived.get(output.grad_fn)) is not None:
-            raise NotImplementedError(_ESCAPED.format(name=name, node="of the prediction itself"))
+            raise NotImplementedError(_ESCAPED.format(name=name, node=_title(None)))
         for name, function in self._without_gradient.items():
             if name not in numbers:
                 raise NotImplementedError(_NO_GRADIENT.format(name=name, function=function))
-        nodes = {source for source, _ in edges}
+        nodes = {output.grad_fn, *(source for source, _ in edges)}
         self.uses = [u for u in self.uses if u.edge.node in nodes]
         self.unsupported = [
-            u for u in self.unsupported if any(u.interval[0] <= n < u.interval[1] for n in numbers.get(u.name, ()))
+            u
+            for u in self.unsupported
+            if u.nodes & nodes or any(u.interval[0] <= n < u.interval[1] for n in numbers.get(u.name, ()))
         ]
         return frozenset(numbers)
+
+    def _check_noted(self, name: str, node: Any, parents: Mapping[Any, list[Any]]) -> None:
+        """Raise unless noted operations made ``node`` and whatever leads to it without passing through their results."""
+        opaque = [u.interval for u in self.unsupported if u.name == name]
+        stack, seen = [node], {node}
+        while stack:
+            node = stack.pop()
+            number = -1 if node is None else node_number(node)
+            if not any(start <= number < stop for start, stop in self._intervals[name]):
+                raise NotImplementedError(_ESCAPED.format(name=name, node=_title(node)))
+            if node not in self._results and not any(start <= number < stop for start, stop in opaque):
+                # Derivatives reach into an operation: what it saved may depend on the parameter.
+                new = [p for p in parents.get(node, ()) if p not in seen]
+                stack += new
+                seen.update(new)
 
 
 _REENTRANT = (
@@ -272,7 +312,8 @@ _NO_GRADIENT = (
 )
 _ESCAPED = (
     "Parameter {name!r} is used by the autograd node {node}, which no recorded operation explains: a custom "
-    "autograd.Function, a functorch transform or a view taken before the forward pass. Its curvature would be wrong. Use "
+    "autograd.Function, a functorch transform, a scripted function, forward-mode or second derivatives, or a view taken before "
+    "the forward pass. Its curvature would be wrong. Use "
     "torch operations on the parameter, or leave it out of params."
 )
 _STALE = (
@@ -297,6 +338,10 @@ def _flat(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
             yield a
         elif isinstance(a, list | tuple):
             yield from _flat(a, {})
+
+
+def _title(node: Any) -> str:
+    return "of the prediction itself" if node is None else node.name()
 
 
 def _name(func: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,16 +10,7 @@ from torch import Tensor
 
 from curvops.kfac.recorder import Use
 from curvops.kfac.rotation import Consistency, Rotations
-from curvops.kfac.schedule import (
-    Codes,
-    Layout,
-    find_layout,
-    is_owned,
-    plain_codes,
-    proving_codes,
-    single_indices,
-    term_indices,
-)
+from curvops.kfac.schedule import Layout, antichain, find_layout, is_owned, vector_indices
 from curvops.kfac.sites import Site
 from curvops.kfac.statistics import Observation, Statistic
 from curvops.kfac.vectors import Batch, Fisher
@@ -57,8 +48,7 @@ class Sharing:
         seen = Observation(sites, batch.num_data, dict.fromkeys(batch.uses))
         if self.fisher.mixes_freely and not self.by_datum:
             self.levels.append("free")
-            count = 0 if self.fisher.kind == "forward-only" else batch.vectors.count
-            return _feed(make(), seen, batch, map(batch.vectors.all, range(count)))
+            return _feed(make(), seen, batch, map(batch.vectors.all, range(self._count(batch))))
         for level in self._hypotheses(batch):
             statistic = self._try(level, batch, seen, make)
             if statistic is not None:
@@ -92,7 +82,8 @@ class Sharing:
             return None
         if self.by_datum:
             seen.layouts = self._by_use(batch)
-        return _feed(make(), seen, batch, map(batch.vectors.at, self._indices(level, batch)))
+        by_term = level == "data" and self.fisher.unit == "term"
+        return self._feed_at(batch, seen, make(), each_datum=False, each_term=by_term)
 
     def _look(self, level: str, batch: Batch) -> bool:
         """Probe whether units share rows; where the statistic needs to know, take note of the layouts."""
@@ -137,27 +128,26 @@ class Sharing:
         return statistic, consistency.holds(rotations, assumed)
 
     def _feed_singly(self, batch: Batch, seen: Observation, statistic: Statistic) -> Statistic:
-        """Feed the statistic one unit and vector at a time: nothing shares a pass."""
+        """Feed the statistic one unit and vector at a time."""
         seen.single = True
         if self.by_datum:
             if self.layouts is None or not _fit(self.layouts, batch):
                 _, self.layouts, _ = _probe("data", batch)
             seen.layouts = self._by_use(batch)
-        count = 0 if self.fisher.kind == "forward-only" else batch.vectors.count
-        indices = single_indices(batch.num_data, batch.terms, count, self.fisher.unit)
+        return self._feed_at(batch, seen, statistic, each_datum=True, each_term=self.fisher.unit == "term")
+
+    def _feed_at(self, batch: Batch, seen: Observation, statistic: Statistic, **apart: bool) -> Statistic:
+        indices = vector_indices(batch.num_data, batch.terms, self._count(batch), **apart)
         return _feed(statistic, seen, batch, map(batch.vectors.at, indices))
+
+    def _count(self, batch: Batch) -> int:
+        """Vectors per unit that the statistic takes in."""
+        return 0 if self.fisher.kind == "forward-only" else batch.vectors.count
 
     def _per_unit(self, level: str, batch: Batch) -> int:
         """Vectors of a unit of ``level``: a datum has those of all its terms."""
         spread = level == "data" and self.fisher.unit == "term"
         return batch.vectors.count * (batch.terms if spread else 1)
-
-    def _indices(self, level: str, batch: Batch) -> Iterator[Tensor]:
-        if self.fisher.kind == "forward-only":
-            return iter(())
-        units = batch.num_data * (batch.terms if level == "terms" else 1)
-        codes = plain_codes(units, self._per_unit(level, batch))
-        return term_indices(codes, batch.num_data, batch.terms, batch.vectors.count, level, self.fisher.unit)
 
 
 def _feed(statistic: Statistic, seen: Observation, batch: Batch, vectors: Iterable[Tensor]) -> Statistic:
@@ -182,19 +172,19 @@ def _probe(level: str, batch: Batch) -> tuple[bool, Layouts, list[bool]]:
         Whether it is so, how the rows of every use are laid out, and which uses were not reached at all.
     """
     by_position = level == "terms"
-    codes = proving_codes(batch.num_data * (batch.terms if by_position else 1), 1)
+    takes = antichain(batch.num_data * (batch.terms if by_position else 1))
     reached: dict[Use, list[Tensor]] = {u: [] for u in batch.uses}
-    for assign in codes.assign:
-        index = assign.reshape(batch.num_data, -1).expand(-1, batch.terms)
-        gradients = batch.backward(batch.vectors.probe(index))
+    for units in takes:
+        terms = units.reshape(batch.num_data, -1).expand(-1, batch.terms)
+        gradients = batch.backward(batch.vectors.probe(terms))
         for use, passes in reached.items():
             passes.append(_reached_rows(use, gradients.get(use), by_position))
     separate, layouts, silent = True, [], []
     for passes in reached.values():
         active = torch.stack(passes)
         silent.append(not active.any())
-        layouts.append(find_layout(active, codes))
-        separate &= layouts[-1] is not None or _is_irregular(active, codes, batch, by_position)
+        layouts.append(find_layout(active, takes))
+        separate &= layouts[-1] is not None or _is_irregular(active, takes, batch, by_position)
     return separate, tuple(layouts), silent
 
 
@@ -206,13 +196,13 @@ def _reached_rows(use: Use, gradient: Tensor | None, by_position: bool) -> Tenso
     return use.form.cotangents(gradient).abs().sum((0, 3) if by_position else (0, 2, 3)).flatten() != 0
 
 
-def _is_irregular(active: Tensor, codes: Codes, batch: Batch, by_position: bool) -> bool:
+def _is_irregular(active: Tensor, takes: Tensor, batch: Batch, by_position: bool) -> bool:
     """Whether the rows are in the order (term, datum), or in none, and still belong to one unit each."""
     if by_position:
-        grid = codes.assign.reshape(-1, batch.num_data, batch.terms)
-        if find_layout(active, Codes(grid.mT.reshape(len(grid), -1), codes.scale)) is not None:
+        turned = takes.reshape(-1, batch.num_data, batch.terms).mT.reshape(takes.shape)
+        if find_layout(active, turned) is not None:
             return True
-    return is_owned(active, codes)
+    return is_owned(active, takes)
 
 
 def _check_regular(layouts: Layouts, batch: Batch) -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvops.kfac.statistics import Sums
+from curvops.structured.placement import Placement
 
 
-def is_turned(a: Sums, b: Sums) -> bool:
-    """Whether two blocks hold the same weight alone, once as ``W`` and once as its transpose."""
-    if len(a.placement.slots) > 1 or len(b.placement.slots) > 1:
+def is_turned(a: Placement, b: Placement) -> bool:
+    """Whether two blocks of weights hold the same weight alone, once as ``W`` and once as its transpose."""
+    if len(a.slots) > 1 or len(b.slots) > 1:
         return False
-    (s,), (t,) = a.placement.slots, b.placement.slots
-    whole = s.index is None and t.index is None and a.placement.shape[0] == b.placement.shape[0] == 1
-    return whole and s.name == t.name and s.transposed != t.transposed and a.A is not None
+    (s,), (t,) = a.slots, b.slots
+    whole = s.index is None and t.index is None and a.shape[0] == b.shape[0] == 1
+    return whole and s.name == t.name and s.transposed != t.transposed
 
 
 def nearest_kronecker(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

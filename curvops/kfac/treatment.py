@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from torch import nn
 
 from curvops.kfac.estimate import Estimate
+from curvops.kfac.options import Policy, choice
 from curvops.kfac.recorder import Recorder
 from curvops.kfac.rules._base import assumed_operation
 from curvops.kfac.sites import conflicts, find_sites
+from curvops.kfac.tied import is_turned
 from curvops.risk import EmpiricalRisk, Model, Params, named_params, random_state_kept
+from curvops.structured.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,14 @@ class Explanation(dict[str, Treatment]):
 
 
 def explain(
-    model: Model, params: Params = None, data: Iterable[tuple[Any, Any]] | None = None, **options: Any
+    model: Model,
+    params: Params = None,
+    data: Iterable[tuple[Any, Any]] | None = None,
+    *,
+    separate_weight_and_bias: bool = False,
+    unsupported: str = "raise",
+    batch_size_fn: Callable[[Any], int] | None = None,
+    allow_train_mode: bool = False,
 ) -> Explanation:
     """Say how KFAC treats every parameter, before anything is computed.
 
@@ -55,34 +66,33 @@ def explain(
         model, params: See :class:`curvops.risk.EmpiricalRisk`.
         data: With data, one forward pass on the first batch is observed. Without, module types tell, and treatments are
             marked as assumed.
-        **options: ``separate_weight_and_bias``, ``unsupported`` of :class:`curvops.KFACLinearOperator`;
-            ``allow_train_mode``, ``batch_size_fn`` of :class:`curvops.risk.EmpiricalRisk`.
+        separate_weight_and_bias, unsupported: See :class:`curvops.KFACLinearOperator`; with ``unsupported="raise"`` nothing
+            is raised, and what no rule covers is of kind ``"unsupported"``.
+        batch_size_fn, allow_train_mode: See :class:`curvops.risk.EmpiricalRisk`.
+
+    Returns:
+        Treatments by parameter name; prints as a table.
+
+    Raises:
+        ValueError: For bad arguments, and for a callable model without data.
+        NotImplementedError: For uses of a parameter that cannot be seen.
     """
-    separate = options.pop("separate_weight_and_bias", False)
-    policy = options.pop("unsupported", "raise")
-    if policy not in ("raise", "exact", "diagonal", "zero"):
-        raise ValueError(f"unsupported: found {policy!r}, expected one of 'raise', 'exact', 'diagonal', 'zero'.")
+    policy = choice("unsupported", unsupported, Policy)
+    kind = "unsupported" if policy == Policy.RAISE else policy
     if data is None:
-        return _assumed(model, params, policy)
-    risk = EmpiricalRisk(model, nn.MSELoss(), params, data, **options)
-    with random_state_kept(risk.device):
-        X, _ = next(risk.batches())
-    replaced = risk.replaced
-    with risk.leaves() as leaves:
-        recorder = Recorder(leaves, replaced, allow_train_mode=risk.allow_train_mode)
-        with recorder:
-            raw = risk.predict(leaves, X)
-        reached = recorder.check(risk.loss.prepare(raw))
-        refused = {u.name: u for u in (*recorder.unsupported, *conflicts(recorder.uses))}
-        details: dict[str, str] = {}
-        for site in find_sites([u for u in recorder.uses if not set(u.names) & set(refused)], separate):
-            functions = [u.function for u, _ in site.members]
-            text = site_detail(site.placement.shape, functions, site.placement.names, site.weight is not None)
-            details |= dict.fromkeys(site.placement.names, text)
+        return _assumed(model, params, kind)
+    risk = EmpiricalRisk(
+        model, nn.MSELoss(), params, data, batch_size_fn=batch_size_fn, allow_train_mode=allow_train_mode
+    )
+    recorder, reached = _observed(risk)
+    refused = {u.name: u for u in (*recorder.unsupported, *conflicts(recorder.uses))}
+    sites = find_sites([u for u in recorder.uses if not set(u.names) & set(refused)], separate_weight_and_bias)
+    details = _details(
+        [(s.placement, tuple(use.function for use, _ in s.members), s.weight is not None) for s in sites]
+    )
     result = Explanation()
     for name, shape in zip(risk.names, risk.shapes, strict=True):
         if name in refused:
-            kind = "unsupported" if policy == "raise" else policy
             result[name] = Treatment(name, shape, kind, f"{refused[name].function}: {refused[name].reason}")
         elif name in details and name in reached:
             result[name] = Treatment(name, shape, "kronecker", details[name])
@@ -91,41 +101,59 @@ def explain(
     return result
 
 
+def _observed(risk: EmpiricalRisk) -> tuple[Recorder, frozenset[str]]:
+    """Record one forward pass; return what was seen, and the parameters that the prediction depends on."""
+    with random_state_kept(risk.device):
+        X, _ = next(risk.batches())
+    replaced = risk.replaced
+    with risk.leaves() as leaves:
+        recorder = Recorder(leaves, replaced, allow_train_mode=risk.allow_train_mode)
+        with recorder:
+            raw = risk.predict(leaves, X)
+        return recorder, recorder.check(risk.loss.prepare(raw))
+
+
 def treatments(estimate: Estimate) -> Explanation:
     """Say what became of every parameter of an estimate."""
-    details: dict[str, str] = {}
-    for sums in estimate.blocks:
-        text = site_detail(sums.placement.shape, sums.uses, sums.placement.names, sums.A is not None)
-        for name in sums.placement.names:
-            details[name] = f"{details[name]}; {text}" if name in details else text
-    for label, (_, *turned) in estimate.labelled().items():
-        if turned:
-            details[label] += " (both orientations: the nearest single Kronecker product)"
+    details = _details([(b.placement, b.uses, b.A is not None) for b in estimate.blocks])
     result = Explanation()
     for name, shape in estimate.shapes.items():
-        note = estimate.notes.get(name)
+        note = estimate.notes.get(name, "")
         if name in details:
             result[name] = Treatment(name, shape, "kronecker", details[name])
         elif name in estimate.dense:
-            result[name] = Treatment(name, shape, estimate.options["unsupported"], note or "")
+            result[name] = Treatment(name, shape, estimate.options["unsupported"], note)
         else:
-            result[name] = Treatment(name, shape, "zero", note or "")
+            result[name] = Treatment(name, shape, "zero", note)
     return result
 
 
-def site_detail(shape: tuple[int, int, int], functions: Iterable[str], names: tuple[str, ...], weighs: bool) -> str:
-    """Describe a block."""
-    G, o, i = shape
+def _details(blocks: Sequence[tuple[Placement, tuple[str, ...], bool]]) -> dict[str, str]:
+    """Describe blocks, by parameter: where they sit, the operations, and whether they have a weight."""
+    details: dict[str, str] = {}
+    for placement, functions, weighs in blocks:
+        text = _block_detail(placement, functions, weighs)
+        for name in placement.names:
+            details[name] = f"{details[name]}; {text}" if name in details else text
+    for (a, _, weighs_a), (b, _, weighs_b) in combinations(blocks, 2):
+        if weighs_a and weighs_b and is_turned(a, b):
+            details[a.names[0]] += " (both orientations: the nearest single Kronecker product)"
+    return details
+
+
+def _block_detail(placement: Placement, functions: tuple[str, ...], weighs: bool) -> str:
+    G, o, i = placement.shape
     calls = ", ".join(f"{f} x{k}" if k > 1 else f for f, k in Counter(functions).items())
     parts = [calls, f"A {i}x{i}, B {o}x{o}" if weighs else f"bias alone, B {o}x{o}"]
     if G > 1:
         parts.append(f"{G} groups")
-    if len(names) > 1:
-        parts.append("joint: " + " + ".join(names))
+    if len(placement.names) > 1:
+        parts.append("joint: " + " + ".join(placement.names))
     return ", ".join(parts)
 
 
-def _assumed(model: Model, params: Params, policy: str) -> Explanation:
+def _assumed(model: Model, params: Params, otherwise: str) -> Explanation:
+    """Go by module types; modules without a rule are of kind ``otherwise``."""
     if not isinstance(model, nn.Module):
         raise ValueError("explain: a callable model has no module types to go by; pass data, too.")
     owners = {id(p): m for m in model.modules() for p in m.parameters(recurse=False)}
@@ -135,10 +163,7 @@ def _assumed(model: Model, params: Params, policy: str) -> Explanation:
         module = owners[id(own[name])]
         operation = assumed_operation(module)
         if operation is None:
-            kind, detail = (
-                "unsupported" if policy == "raise" else policy,
-                f"no rule is known for {type(module).__name__}",
-            )
+            kind, detail = otherwise, f"no rule is known for {type(module).__name__}"
         else:
             kind, detail = "kronecker", operation
         result[name] = Treatment(name, tuple(p.shape), kind, detail, assumed=True)

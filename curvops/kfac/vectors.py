@@ -77,9 +77,9 @@ class Vectors:
         terms = [coefficients[..., v, None] * split(self._draw(v)) for v in range(self.count)]
         return join(sum(terms[1:], terms[0]))
 
-    def probe(self, index: Tensor) -> Tensor:
-        """Return a generic vector on the loss terms with ``index >= 0``: it finds out what they reach."""
-        return self._view.pick(self._noise, index.reshape(self._view.N, self._view.T).to(self._data.device) >= 0)
+    def probe(self, terms: Tensor) -> Tensor:
+        """Return a generic vector on some loss terms (bool ``[N, T]``): it finds out what they reach."""
+        return self._view.pick(self._noise, terms.reshape(self._view.N, self._view.T).to(self._data.device))
 
     @cached_property
     def _noise(self) -> Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kfac.oracle import relative_error
 from torch import nn
 
-from curvops import KFACLinearOperator
+from curvops import KFACLinearOperator, explain
 from curvops.kfac.tied import nearest_kronecker
 
 
@@ -96,7 +96,8 @@ def test_R2_a_weight_in_both_orientations_is_the_nearest_kronecker_product():
     tied = AutoEncoder().double()
     data = [(X, X.flip(1)) for X, _ in batches(4, 2)]
     K = KFACLinearOperator(tied, nn.MSELoss(), None, data, fisher_type="type-2")
-    assert "both orientations" in str(K.treatments)
+    assert "both orientations" in K.treatments["encode.weight"].detail
+    assert str(explain(tied, data=data)) == str(K.treatments)
 
     # The same model with two weights gives the two blocks.
     untied = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4)).double()

@@ -247,3 +247,27 @@ def test_R11_full_backward_hooks_that_log_change_nothing() -> None:
     found = KFACLinearOperator(net, nn.MSELoss(), None, data, fisher_type="type-2").to_dense()
     assert relative_error(found, want) < 1e-12
     assert handle.id in net[1]._backward_hooks
+
+
+class Remembering(nn.Module):
+    """Keeps tensors as plain attributes: a cache, the last activation, a weight that a hook makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.cache = nn.Linear(D, D), torch.ones(D)
+        with pytest.warns(FutureWarning):
+            nn.utils.weight_norm(self.a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.a(x)
+        self.cache = self.cache * 2
+        return self.last
+
+
+def test_R11_tensors_that_are_plain_attributes_are_as_before() -> None:
+    model = Remembering()
+    weight, cache = model.a.weight, model.cache
+    KFACLinearOperator(model, nn.MSELoss(), None, [(torch.randn(3, D), torch.randn(3, D))], unsupported="exact")
+    assert model.a.weight is weight
+    assert model.cache is cache
+    assert not hasattr(model, "last")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from kfac.oracle import block_diagonal, dense_ggn, joint_groups, relative_error
 from losses.loss_cases import classes, rand, unit
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from curvops import KFACLinearOperator as KFAC
@@ -260,3 +261,59 @@ def test_R2_T8_factors_are_named_and_not_symmetric_in_their_roles() -> None:
     assert (block.output.shape, block.input.shape) == ((2, 2), (3, 3))
     assert relative_error(K.block("a.weight").to_dense(), torch.kron(block.output, block.input)) < 1e-12
     assert relative_error(K.block("a.bias").to_dense(), block.output) < 1e-12
+
+
+# ---- derivatives, and tensors that only look like parameters ------------------------------------------------------
+def slope(m: Net, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(m.b(m.a(x).tanh()).sum(), x, create_graph=True)[0]
+
+
+def tangent(m: Net, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(m.b(m.a(forward_ad.make_dual(x, torch.ones_like(x))).tanh())).tangent
+
+
+def test_R2_a_prediction_that_is_a_derivative_of_the_net_is_refused_by_name() -> None:
+    """It meets the weights in nodes that the forward pass saved inside an operation, not behind the operation's result."""
+    net = Net(slope, a=nn.Linear(3, 4), b=nn.Linear(4, 1))
+    data = [(rand(4, 3), rand(4, 3))]
+    with pytest.raises(NotImplementedError, match=r"'a\.bias' is used by autograd\.grad: the prediction depends on a deriv"):
+        KFAC(net, nn.MSELoss(), None, data)
+    K = KFAC(net, nn.MSELoss(), None, data, fisher_type="type-2", unsupported="exact")
+    params = dict(net.named_parameters())
+
+    def closed_form(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = F.linear(x, p["a.weight"], p["a.bias"]).tanh()
+        return (p["b.weight"] * (1 - h.square())) @ p["a.weight"] + 0 * p["b.bias"]
+
+    want = block_diagonal(dense_ggn(closed_form, nn.MSELoss(), params, data), params, [[n] for n in params])
+    assert relative_error(K.to_dense(), want) < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_R2_a_prediction_in_forward_mode_is_refused_by_name() -> None:
+    net = Net(tangent, a=nn.Linear(3, 4), b=nn.Linear(4, 1))
+    with pytest.raises(NotImplementedError, match=r"'[ab]\.weight' is used by the autograd node .*forward-mode"):
+        KFAC(net, nn.MSELoss(), None, [(rand(4, 3), rand(4, 1))])
+
+
+@pytest.mark.parametrize("cast", ["to", "type_as", "view_as"])
+def test_R2_an_activation_cast_like_a_weight_is_no_weight(cast: str) -> None:
+    net = Net(lambda m, x: m.b(getattr(m.a(x), cast)(m.b.weight) * 2), a=nn.Linear(3, 4), b=nn.Linear(4, 6))
+    x = rand(6, 3)
+    check(net, [(x, rand(6, 6, seed=5))])
+
+
+def test_R2_a_complex_function_of_a_parameter_is_refused_by_name() -> None:
+    net = Net(lambda m, x: m.a(x) * torch.fft.rfft(m.a.weight).abs().sum(), a=nn.Linear(3, 4))
+    with pytest.raises(NotImplementedError, match=r"'a\.weight' is used by fft_rfft"):
+        KFAC(net, nn.MSELoss(), None, regression(net, 3))
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+def test_R2_sparse_inputs_are_refused_by_name(layout: str) -> None:
+    net = Net(lambda m, x: getattr(x, layout)() @ m.a.weight.T, a=nn.Linear(3, 4, bias=False))
+    with pytest.raises(NotImplementedError, match=r"'a\.weight' is used by matmul: its input is sparse"):
+        KFAC(net, nn.MSELoss(), None, regression(net, 3))

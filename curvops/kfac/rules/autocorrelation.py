@@ -107,8 +107,8 @@ def add_autocorrelation_(A: Tensor, x: Tensor, axes: Sequence[Axis]) -> None:
         x, axes = _unfold_first(x, axes[0]), axes[1:]
     if len(axes) == 1:
         x, axes = x.unsqueeze(-2), (Axis(), *axes)
-    # 3x3, padding 1, two CPU threads: 8x faster than unfold and product from 16x16 on, about the price of one forward
-    # pass at 64x16x32x32, with one copy of the image instead of 18.
+    # 3x3, padding 1, two CPU threads: 5x to 8x faster than unfold and product from 16x16 on, two or three forward passes,
+    # and about one copy of the image instead of 18 (bench/conv_gram.py).
     if any(axis.stride > 1 for axis in axes):
         A += _strided_gram(x, axes)
     else:
