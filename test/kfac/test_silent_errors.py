@@ -278,7 +278,9 @@ def test_R2_a_prediction_that_is_a_derivative_of_the_net_is_refused_by_name() ->
     """It meets the weights in nodes that the forward pass saved inside an operation, not behind the operation's result."""
     net = Net(slope, a=nn.Linear(3, 4), b=nn.Linear(4, 1))
     data = [(rand(4, 3), rand(4, 3))]
-    with pytest.raises(NotImplementedError, match=r"'a\.bias' is used by autograd\.grad: the prediction depends on a deriv"):
+    with pytest.raises(
+        NotImplementedError, match=r"'a\.bias' is used by autograd\.grad: the prediction depends on a deriv"
+    ):
         KFAC(net, nn.MSELoss(), None, data)
     K = KFAC(net, nn.MSELoss(), None, data, fisher_type="type-2", unsupported="exact")
     params = dict(net.named_parameters())

@@ -69,7 +69,20 @@ def linear(
 ) -> Operation:
     """Read a call of ``torch.nn.functional.linear``."""
     vector = weight.ndim == 1
+    if bias is not None:
+        bias = _bias(bias, [(), (1,)] if vector else [(len(weight),), (1, len(weight))], tracked)
     return Operation(LinearForm(transposed=vector, vector=vector), input, weight, bias)
+
+
+def _bias(bias: Tensor, shapes: list[tuple[int, ...]], tracked: Tracked) -> Tensor | None:
+    """Return what is added if it is a bias: torch broadcasts anything."""
+    if tuple(bias.shape) in shapes:
+        return bias
+    if tracked(bias):
+        raise NotImplementedError(
+            f"a parameter of shape {tuple(bias.shape)} is added; supported: one number per output, shape {shapes[0]}"
+        )
+    return None
 
 
 @register(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, torch.bmm)
@@ -122,13 +135,7 @@ def addmm(
     product = matmul(mat1, mat2, tracked=tracked)
     outputs = product.form.weight_shape(tuple(product.weight.shape))[1]
     biases = [(outputs, 1)] if product.weight is mat1 and product.x.ndim > 1 else [(outputs,), (1, outputs)]
-    if tuple(input.shape) in biases:
-        return Operation(product.form, product.x, product.weight, input)
-    if tracked(input):
-        raise NotImplementedError(
-            f"a parameter of shape {tuple(input.shape)} is added; supported: one number per output, shape {biases[0]}"
-        )
-    return product
+    return Operation(product.form, product.x, product.weight, _bias(input, biases, tracked))
 
 
 @register(torch.addmv, Tensor.addmv)
