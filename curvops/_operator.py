@@ -17,7 +17,7 @@ from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor
 
 from curvops._forms import NUMPY_DTYPE, Shapes, Space, checked_names, is_torch, join, read, split, write
-from curvops._scalars import is_scalar, real_scalar, wide
+from curvops._scalars import accumulation_dtype, is_scalar, real_scalar, wide
 
 #: Unit vectors multiplied at once by the queries that need columns.
 _CHUNK = 512
@@ -98,7 +98,7 @@ class LinearOperator(ScipyLinearOperator, ABC):
         if np.iscomplexobj(X):
             return self._matmat(X.real) + 1j * self._matmat(X.imag)
         rows = torch.from_numpy(np.array(X.T, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
-        return self._rows(rows).detach().to("cpu", wide(self.torch_dtype)).numpy().T
+        return self._rows(rows).detach().to("cpu", accumulation_dtype(self.torch_dtype)).numpy().T
 
     def _rows(self, V: Tensor) -> Tensor:
         """Map the rows of ``V [K, N]`` to rows ``[K, M]``."""
@@ -210,7 +210,7 @@ class LinearOperator(ScipyLinearOperator, ABC):
         return self._plus(self._identity() * c)
 
     def _scalar(self, x: Any) -> float | Tensor:
-        return real_scalar(x, wide(self.torch_dtype))
+        return real_scalar(x, accumulation_dtype(self.torch_dtype))
 
     def _identity(self) -> LinearOperator:
         return algebra().Identity(self)
@@ -248,11 +248,11 @@ class LinearOperator(ScipyLinearOperator, ABC):
     def trace(self) -> Tensor:
         """Return the trace; see ``estimators`` for operators that are too large."""
         self._require_square("trace")
-        return self.diagonal().to(wide(self.torch_dtype)).sum()
+        return wide(self.diagonal()).sum()
 
     def frobenius_norm(self) -> Tensor:
         """Return the Frobenius norm; costs N products unless the operator knows better."""
-        return torch.stack([rows.to(wide(self.torch_dtype)).norm() for _, rows in self._unit_rows()]).norm()
+        return torch.stack([wide(rows).norm() for _, rows in self._unit_rows()]).norm()
 
     def block(self, name: str | int) -> LinearOperator:
         """Return the diagonal block of one block of the domain, by name or position."""

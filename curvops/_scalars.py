@@ -1,4 +1,4 @@
-"""Scalars that may multiply an operator, and the dtype of sums."""
+"""Scalars that may multiply an operator, and the dtype of numbers that are summed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import torch
 from torch import Tensor
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of sums and scalars: float32 or better."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def wide(t: Tensor) -> Tensor:
+    """Return ``t`` in float32 or better (itself where it already is)."""
+    return t.to(accumulation_dtype(t.dtype))
 
 
 def is_scalar(x: Any) -> bool:

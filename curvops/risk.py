@@ -163,7 +163,7 @@ class EmpiricalRisk:
                 raise ValueError(
                     f"{what} of the first batch differs between two readings; turn shuffling and augmentation off."
                 )
-        with self.leaves() as leaves, torch.no_grad():
+        with random_state_kept(self.device), self.leaves() as leaves, torch.no_grad():
             a, b = (self.loss.prepare(self.predict(leaves, first[0])) for _ in range(2))
         if not torch.allclose(a, b, rtol=1e-4, atol=1e-6):
             raise ValueError("Two predictions on the first batch differ; call model.eval().")

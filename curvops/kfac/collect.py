@@ -168,11 +168,6 @@ class Collector(Generic[S]):
                 f"num_per_example_loss_terms: found {terms!r}, but the data hold {counts.loss_terms} loss terms for "
                 f"{counts.num_data} data; leave it out or correct it."
             )
-        if risk.loss.reduction == "mean" and not counts.normalizer > 0:
-            raise ValueError(
-                f"The mean loss divides by {counts.normalizer:g} over this data set (all targets ignored, or all weights "
-                "zero); expected a positive number."
-            )
 
 
 def _check_output(output: Tensor, batch: int) -> None:

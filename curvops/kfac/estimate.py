@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from curvops._operator import LinearOperator
+from curvops._scalars import accumulation_dtype
 from curvops.kfac.collect import Collector
-from curvops.kfac.rules._base import accumulation_dtype
 from curvops.kfac.sites import slot_key
 from curvops.kfac.statistics import Factors, Sums
 from curvops.kfac.tied import is_turned, nearest_kronecker
@@ -55,7 +55,7 @@ class Estimate:
         notes = {n: "never reached by a prediction" for n in shapes if n not in counts.reached}
         notes |= {u.name: f"{u.function}: {u.reason}" for u in counts.unsupported.values()}
         blocks, dense = list(collected.statistic.sums.values()), dict(collected.dense.sums)
-        scale = 1 / counts.normalizer if options["reduction"] == "mean" else 1.0
+        scale = _scale(options["reduction"], counts.normalizer)
         # Means are formed here, once and in place; a bias alone may share its factor with its weight.
         for t in {id(t): t for t in (*(b.B for b in blocks), *dense.values()) if t is not None}.values():
             t.mul_(scale)
@@ -221,6 +221,18 @@ class Estimate:
             state["num_data"],
             dict(state["notes"]),
         )
+
+
+def _scale(reduction: str, normalizer: float) -> float:
+    """Return what sums over the data are multiplied by: the one place where a mean loss is divided."""
+    if reduction == "sum":
+        return 1.0
+    if not normalizer > 0:
+        raise ValueError(
+            f"The mean loss divides by {normalizer:g} over this data set (all targets ignored, or all weights zero); "
+            "expected a positive number."
+        )
+    return 1 / normalizer
 
 
 def _combine(old: Sums | None, new: Sums | None, inputs: tuple | None, outputs: tuple[float, float]) -> Sums:

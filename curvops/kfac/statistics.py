@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from curvops._scalars import accumulation_dtype, wide
 from curvops.kfac.recorder import Use
-from curvops.kfac.rules._base import accumulation_dtype, mirror_, wide
+from curvops.kfac.rules._base import mirror_
 from curvops.kfac.schedule import Layout
 from curvops.kfac.sites import Site
 from curvops.structured.placement import Placement

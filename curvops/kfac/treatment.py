@@ -103,14 +103,14 @@ def explain(
 
 def _observed(risk: EmpiricalRisk) -> tuple[Recorder, frozenset[str]]:
     """Record one forward pass; return what was seen, and the parameters that the prediction depends on."""
+    replaced = risk.replaced
     with random_state_kept(risk.device):
         X, _ = next(risk.batches())
-    replaced = risk.replaced
-    with risk.leaves() as leaves:
-        recorder = Recorder(leaves, replaced, allow_train_mode=risk.allow_train_mode)
-        with recorder:
-            raw = risk.predict(leaves, X)
-        return recorder, recorder.check(risk.loss.prepare(raw))
+        with risk.leaves() as leaves:
+            recorder = Recorder(leaves, replaced, allow_train_mode=risk.allow_train_mode)
+            with recorder:
+                raw = risk.predict(leaves, X)
+            return recorder, recorder.check(risk.loss.prepare(raw))
 
 
 def treatments(estimate: Estimate) -> Explanation:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops import _random
+from curvops import _random, _scalars
 
 
 def wide(t: Tensor) -> Tensor:
     """Return ``t`` detached, in float32 or better."""
-    return t.detach().to(torch.promote_types(t.dtype, torch.float32))
+    return _scalars.wide(t.detach())
 
 
 def count(n: int, like: Tensor) -> Tensor:

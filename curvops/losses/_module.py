@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from curvops import _scalars
 from curvops.losses._base import OutputLoss
 
 _Class = TypeVar("_Class", bound=type)
@@ -68,7 +69,7 @@ class ModuleLoss(OutputLoss):
     def total(self, output: Tensor, target: Any) -> Tensor:
         self.check(output, target)
         with torch.autocast(output.device.type, enabled=False):
-            return self._total(output.to(torch.promote_types(output.dtype, torch.float32)), target)
+            return self._total(_scalars.wide(output), target)
 
     def check(self, output: Tensor, target: Any) -> None:
         """Raise if output and target do not fit together."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops import _random
+from curvops import _random, _scalars
 from curvops.losses._base import Layout, OutputLoss, OutputView, count, wide
 
 _CHUNK = 2**24  # entries of the Hessians that are decomposed in one call
@@ -84,7 +84,13 @@ class CallableView(OutputView):
                 """Return the Hessian times ``v [N, D]``."""
                 if not slope.requires_grad:
                     return torch.zeros_like(v)
-                (hv,) = torch.autograd.grad(slope, leaf, v.view_as(leaf), retain_graph=True, allow_unused=True)
+                try:
+                    (hv,) = torch.autograd.grad(slope, leaf, v.view_as(leaf), retain_graph=True, allow_unused=True)
+                except RuntimeError as error:
+                    raise NotImplementedError(
+                        f"{self.name} cannot be differentiated twice at the output ({error}): use "
+                        "fisher_type='empirical', or write it with operations that can."
+                    ) from error
                 return torch.zeros_like(v) if hv is None else hv.detach().reshape(v.shape)
 
             unit = torch.eye(self.C, dtype=self.x.dtype, device=self.x.device)
@@ -149,7 +155,7 @@ class CallableLoss(OutputLoss):
         if isinstance(target, Tensor) and target.is_floating_point():
             target = wide(target)
         with torch.autocast(output.device.type, enabled=False):
-            value = self.loss(output.to(torch.promote_types(output.dtype, torch.float32)), target)
+            value = self.loss(_scalars.wide(output), target)
         if not isinstance(value, Tensor) or value.ndim:
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{self.name} returned {found}, expected a 0-dim tensor: use .mean() or .sum() in it.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 from curvops.losses import elementwise, gaussian, linear  # noqa: F401  (they register their losses)
@@ -40,8 +41,8 @@ def output_loss(loss: Any, *, reduction: str | None = None, class_dim: int | Non
         raise TypeError(
             f"Found {loss!r} as loss, expected an instance of a loss module or a callable (output, target)."
         )
-    loss = _as_module(getattr(loss, "_orig_mod", loss), reduction)  # torch.compile wraps modules
-    known = _known(type(loss)) if "forward" not in vars(loss) else None
+    loss = _as_module(_unwrapped(loss), reduction)
+    known = None if _is_changed(loss) else _known(type(loss))
     if class_dim is not None and not (isinstance(known, type) and issubclass(known, ClassLoss)):
         raise ValueError(f"class_dim={class_dim} means nothing to {_name(loss)}, only to CrossEntropyLoss and NLLLoss.")
     if known is None:
@@ -52,9 +53,31 @@ def output_loss(loss: Any, *, reduction: str | None = None, class_dim: int | Non
     return result
 
 
+def _unwrapped(loss: Any) -> Any:
+    """Return the module in what ``torch.compile`` returns, and in ``module.forward``; refuse scripted ones."""
+    loss = getattr(loss, "_orig_mod", loss)
+    owner = getattr(loss, "__self__", None)
+    if isinstance(owner, nn.Module) and getattr(loss, "__func__", None) is type(owner).forward:
+        loss = owner
+    name = getattr(loss, "original_name", None)
+    if isinstance(loss, torch.jit.ScriptModule) and name in {k.__name__ for k in MODULES}:
+        raise ValueError(f"Found a scripted {name}, whose options are out of sight: pass the {name} itself.")
+    return loss
+
+
+def _is_changed(loss: Any) -> bool:
+    """Whether hooks or an attribute change what a loss module computes."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks")
+    return "forward" in vars(loss) or any(getattr(loss, h, None) for h in hooks)
+
+
 def _known(cls: Any) -> Any:
     """Return the registered loss whose ``forward`` this class runs: a subclass with its own is another loss."""
-    return next((MODULES[k] for k in cls.__mro__ if k in MODULES and cls.forward is k.forward), None)
+    return next((MODULES[k] for k in cls.__mro__ if k in MODULES and _runs(cls, k)), None)
+
+
+def _runs(cls: Any, base: Any) -> bool:
+    return cls.forward is base.forward and cls.__call__ is base.__call__
 
 
 def _as_module(loss: Any, reduction: str | None) -> Any:

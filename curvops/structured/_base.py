@@ -15,7 +15,7 @@ from curvops import _linalg
 from curvops._algebra import Identity, Scaled
 from curvops._forms import Names, Shapes, join, split
 from curvops._operator import LinearOperator
-from curvops._scalars import wide
+from curvops._scalars import accumulation_dtype
 
 HOW = ("exact", "heuristic", "factors")
 #: ``(Q_B [G, o, o] or None, Q_A [G, i, i] or None, values [G, o, i])``; None stands for the identity.
@@ -146,7 +146,7 @@ class Structured(LinearOperator):
         return {"dtype": self.torch_dtype, "domain": self.domain, "names": self.domain_names, "label": self.label}
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> LinearOperator:
-        return self._rebuild(device, wide(dtype), dtype)
+        return self._rebuild(device, accumulation_dtype(dtype), dtype)
 
     # Algebra that keeps the structure
 

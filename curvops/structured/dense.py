@@ -8,7 +8,7 @@ from torch import Tensor
 from curvops import _linalg
 from curvops._forms import Names, Shapes
 from curvops._operator import LinearOperator
-from curvops._scalars import wide
+from curvops._scalars import accumulation_dtype
 from curvops.structured._base import Decomposition, Structured, sandwich
 
 
@@ -35,7 +35,7 @@ class Dense(Structured):
         if M.ndim not in (2, 3) or M.shape[-1] != M.shape[-2]:
             raise ValueError(f"Got shape {tuple(M.shape)} for {_linalg.named(label)}, expected (n, n) or (G, n, n).")
         domain = (tuple(M.shape[:-1]),) if domain is None else domain
-        held, dtype = wide(M.dtype), dtype or M.dtype
+        held, dtype = accumulation_dtype(M.dtype), dtype or M.dtype
         M = M.reshape(-1, *M.shape[-2:]).to(held)
         array = len(M), 1, M.shape[-1]
         super().__init__(array, held, dtype=dtype, device=M.device, domain=domain, names=names, label=label)

@@ -10,7 +10,7 @@ from torch import Tensor
 from curvops import _linalg
 from curvops._forms import Names, Shapes
 from curvops._operator import LinearOperator
-from curvops._scalars import wide
+from curvops._scalars import accumulation_dtype
 from curvops.structured._base import Decomposition, Structured
 
 
@@ -34,7 +34,7 @@ class Diagonal(Structured):
         domain: Shapes | None = None,
         names: Names | None = None,
     ):
-        held, dtype = wide(d.dtype), dtype or d.dtype
+        held, dtype = accumulation_dtype(d.dtype), dtype or d.dtype
         domain = (tuple(d.shape),) if domain is None else domain
         array = 1, 1, d.numel()
         super().__init__(array, held, dtype=dtype, device=d.device, domain=domain, names=names, label=label)

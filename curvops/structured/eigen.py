@@ -10,7 +10,7 @@ from torch import Tensor
 from curvops import _linalg
 from curvops._forms import Names, Shapes
 from curvops._operator import LinearOperator
-from curvops._scalars import wide
+from curvops._scalars import accumulation_dtype
 from curvops.structured._base import Decomposition, Structured, sandwich
 
 
@@ -38,7 +38,7 @@ class Eigen(Structured):
         domain: Shapes | None = None,
         names: Names | None = None,
     ):
-        held = wide(values.dtype)
+        held = accumulation_dtype(values.dtype)
         if values.ndim != 3:
             raise ValueError(f"Got values {tuple(values.shape)} for {_linalg.named(label)}, expected shape (G, o, i).")
         G, o, i = values.shape

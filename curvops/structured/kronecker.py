@@ -8,7 +8,7 @@ from torch import Tensor
 from curvops import _linalg
 from curvops._forms import Names, Shapes
 from curvops._operator import LinearOperator
-from curvops._scalars import wide
+from curvops._scalars import accumulation_dtype
 from curvops.structured._base import Decomposition, Structured, check_damping, check_how, sandwich
 
 
@@ -45,7 +45,7 @@ class Kronecker(Structured):
         if not given and (dtype is None or shape is None):
             raise TypeError("A Kronecker product of two identities needs `shape` and `dtype`.")
         dtype = dtype or given[0].dtype
-        held = wide(given[0].dtype if given else dtype)
+        held = accumulation_dtype(given[0].dtype if given else dtype)
         B, A = (F if F is None else (F if F.ndim == 3 else F.unsqueeze(0)).to(held) for F in (B, A))
         shape = _shape(B, A) if shape is None else shape
         _check_factor(B, "B", shape[0], shape[1], label)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -102,7 +104,7 @@ def networks(draw, activations: tuple) -> nn.Sequential:
     """Return layers of random widths, with or without bias, residual or not, with or without activations."""
     widths = draw(st.lists(st.integers(1, 4), min_size=2, max_size=5))
     layers: list[nn.Module] = []
-    for a, b in zip(widths[:-1], widths[1:], strict=True):
+    for a, b in pairwise(widths):
         linear = nn.Linear(a, b, bias=draw(st.booleans()))
         layers += [Residual(linear) if draw(st.booleans()) else linear, *(f() for f in activations)]
     return nn.Sequential(*layers).double()

@@ -187,6 +187,19 @@ def test_R11_other_calls_leave_the_state_as_it_was(method: str) -> None:
     assert not fired
 
 
+def test_R11_a_model_that_draws_is_refused_without_a_trace() -> None:
+    model = Net()
+    data = [(torch.randn(3, D), torch.rand(3, 3).round())]
+    before = state(model)
+    for options in ({}, {"check_deterministic": True}):
+        with pytest.raises(ValueError, match="model draws random numbers|is in train mode"):
+            KFACLinearOperator(model.eval(), nn.MSELoss(), None, data, **options)
+    with pytest.raises(ValueError, match="model draws random numbers"):
+        explain(model.eval(), None, data)
+    model.drop.train()
+    assert {k for k, v in state(model).items() if v != before[k]} == set()
+
+
 def plain(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, list]:
     net = nn.Sequential(nn.Linear(D, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
     return net, [(torch.randn(n, D, dtype=dtype), torch.randn(n, 3, dtype=dtype)) for n in (4, 2)]

@@ -161,6 +161,40 @@ def test_subclasses_with_their_own_forward_are_other_losses() -> None:
     assert isinstance(output_loss(patched), CallableLoss)
 
 
+def test_R2_modules_with_hooks_or_their_own_call_are_other_losses() -> None:
+    class Tripled(nn.MSELoss):
+        def __call__(self, *args: Any) -> Any:
+            return 3 * super().__call__(*args)
+
+    hooked = nn.MSELoss()
+    hooked.register_forward_hook(lambda module, args, value: 3 * value)
+    output, target = torch.zeros(4, 2), torch.ones(4, 2)
+    for loss in (Tripled(), hooked):
+        view = output_loss(loss).view(output, target)
+        H = view.hessian() / view.normalizer
+        torch.testing.assert_close(H, 3 * torch.eye(2).expand(4, 1, 2, 2) / 4)
+
+
+def test_R2_a_bound_forward_is_its_module() -> None:
+    loss = output_loss(nn.CrossEntropyLoss(ignore_index=1).forward)
+    view = loss.view(torch.zeros(3, 4), torch.tensor([1, 1, 2]))
+    assert view.normalizer == 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_R2_scripted_losses_are_refused() -> None:
+    """Their options cannot be read, and a mean over a batch is not one over the data."""
+    scripted = torch.jit.script(nn.CrossEntropyLoss(ignore_index=1))
+    with pytest.raises(ValueError, match="scripted CrossEntropyLoss.* pass the CrossEntropyLoss itself"):
+        output_loss(scripted)
+
+
+def test_losses_that_torch_differentiates_only_once_say_so() -> None:
+    view = output_loss(nn.MultiMarginLoss(p=2)).view(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    with pytest.raises(NotImplementedError, match="MultiMarginLoss cannot be differentiated twice"):
+        view.hessian()
+
+
 def test_compiled_modules_are_recognised() -> None:
     loss = nn.CrossEntropyLoss(label_smoothing=0.1)
     assert output_loss(torch.compile(loss, backend="eager")).loss is loss

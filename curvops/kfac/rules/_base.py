@@ -21,18 +21,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums over the data are held in float32 or better."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def wide(t: Tensor) -> Tensor:
-    """Return ``t`` in float32 or better (a view where it already is)."""
-    return t.to(accumulation_dtype(t.dtype))
+from curvops._scalars import accumulation_dtype as accumulation_dtype
+from curvops._scalars import wide as wide
 
 
 def block_rows(d: int) -> list[slice]:

@@ -5,7 +5,7 @@ The parameters of rules bear the names that torch gives them, for calls by keywo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -74,7 +74,7 @@ def linear(
     return Operation(LinearForm(transposed=vector, vector=vector), input, weight, bias)
 
 
-def _bias(bias: Tensor, shapes: list[tuple[int, ...]], tracked: Tracked) -> Tensor | None:
+def _bias(bias: Tensor, shapes: Sequence[tuple[int, ...]], tracked: Tracked) -> Tensor | None:
     """Return what is added if it is a bias: torch broadcasts anything."""
     if tuple(bias.shape) in shapes:
         return bias

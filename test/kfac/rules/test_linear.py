@@ -131,6 +131,11 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "alpha": (lambda x, W, b: torch.addmm(x, x, W, alpha=2), "alpha=2"),
     "beta": (lambda x, W, b: torch.addmm(b[0, 0], x, x, beta=0.5), "beta=0.5"),
     "full": (lambda x, W, b: torch.addmm(W, x, x), r"a parameter of shape \(4, 4\) is added"),
+    "linear, one for all": (
+        lambda x, W, b: F.linear(x, W, W[0, 0]),
+        r"parameter of shape \(\) is added; .* shape \(4,\)",
+    ),
+    "linear, full": (lambda x, W, b: F.linear(x, W, W), r"parameter of shape \(4, 4\) is added; .* shape \(4,\)"),
     "one per row": (lambda x, W, b: torch.addmm(W[:, :1], x, W), r"shape \(4, 1\) is added; .* shape \(4,\)"),
     "one per column": (lambda x, W, b: torch.addmm(W[0], W, x), r"shape \(4,\) is added; .* shape \(4, 1\)"),
 }
