@@ -107,7 +107,7 @@ class CallableView(OutputView):
             raise ValueError(
                 f"{self.name} couples data: its Hessian at the output has entries between different rows of a batch "
                 "(as in contrastive losses), expected a sum or mean of one loss per datum: put what belongs together "
-                "into one datum, or use HessianLinearOperator."
+                "into one datum."
             )
         return (H + H.mT) / 2, round_off
 
@@ -128,9 +128,9 @@ class CallableView(OutputView):
         if values.min() < -round_off:
             raise ValueError(
                 f"The Hessian of {self.name} at the output is indefinite: eigenvalues from {float(values.min()):g} "
-                f"to {float(values.max()):g}, expected a loss convex in the output. Use HessianLinearOperator, "
-                "fisher_type='empirical' (gradients only), or write the loss in a convex parametrization "
-                "(nn.GaussianNLLLoss uses its expected Hessian)."
+                f"to {float(values.max()):g}, expected a loss convex in the output. Use fisher_type='empirical' "
+                "(gradients only), or write the loss in a convex parametrization (nn.GaussianNLLLoss uses its expected "
+                "Hessian)."
             )
         return vectors * values.clamp(min=0).sqrt().unsqueeze(-2) @ vectors.mT
 

@@ -192,7 +192,7 @@ def test_R11_a_model_that_draws_is_refused_without_a_trace() -> None:
     data = [(torch.randn(3, D), torch.rand(3, 3).round())]
     before = state(model)
     for options in ({}, {"check_deterministic": True}):
-        with pytest.raises(ValueError, match="model draws random numbers|is in train mode"):
+        with pytest.raises(ValueError, match=r"model draws random numbers|is in train mode"):
             KFACLinearOperator(model.eval(), nn.MSELoss(), None, data, **options)
     with pytest.raises(ValueError, match="model draws random numbers"):
         explain(model.eval(), None, data)

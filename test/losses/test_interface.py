@@ -185,7 +185,7 @@ def test_R2_a_bound_forward_is_its_module() -> None:
 def test_R2_scripted_losses_are_refused() -> None:
     """Their options cannot be read, and a mean over a batch is not one over the data."""
     scripted = torch.jit.script(nn.CrossEntropyLoss(ignore_index=1))
-    with pytest.raises(ValueError, match="scripted CrossEntropyLoss.* pass the CrossEntropyLoss itself"):
+    with pytest.raises(ValueError, match=r"scripted CrossEntropyLoss.* pass the CrossEntropyLoss itself"):
         output_loss(scripted)
 
 
