@@ -98,6 +98,9 @@ class Scaled(LinearOperator):
     def _scale(self, s: float | Tensor) -> LinearOperator:
         return Scaled(self.arg, s * self.scalar)
 
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        return _shifted(other, self.arg, self.scalar) or super()._plus(other)
+
     def _adjoint(self) -> LinearOperator:
         return self if self.symmetric else Scaled(self.arg._adjoint(), self.scalar)
 
@@ -187,6 +190,9 @@ class Identity(LinearOperator):
             raise TypeError("Identity needs a dtype, for example `Identity(n, dtype=torch.float64)` or `Identity(op)`.")
         super().__init__(shapes, shapes, dtype=dtype, device=device or "cpu", symmetric=True, domain_names=names)
 
+    def _plus(self, other: LinearOperator) -> LinearOperator:
+        return _shifted(other, self, 1.0) or super()._plus(other)
+
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
         return [v.clone() for v in V]  # answers do not share memory with questions
 
@@ -198,6 +204,14 @@ class Identity(LinearOperator):
 
     def diagonal(self) -> Tensor:
         return torch.ones(self.shape[0], dtype=self.torch_dtype, device=self.device)
+
+
+def _shifted(op: LinearOperator, other: LinearOperator, c: float | Tensor) -> LinearOperator | None:
+    """Return ``op + c I`` if ``other`` is the identity on the same blocks: ``op`` may know better than a sum."""
+    same = (op.domain, op.torch_dtype, op.device) == (other.domain, other.torch_dtype, other.device)
+    if not same or not isinstance(other, Identity) or isinstance(op, Identity | Scaled) or op.range != op.domain:
+        return None
+    return op.shift(c)
 
 
 class SubmatrixLinearOperator(LinearOperator):

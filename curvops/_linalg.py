@@ -38,7 +38,8 @@ def symmetric_part(M: Tensor, label: str = "") -> Tensor:
     """Return ``(M + M') / 2``, or raise where ``M [..., n, n]`` is not finite or far from symmetric."""
     check_finite(M, label)
     S = M / 2 + M.mT / 2
-    if ((M - S).abs().amax((-2, -1)) > _ASYMMETRY * M.abs().amax((-2, -1))).any():
+    # Halves of the smallest numbers round by as much as these numbers.
+    if ((M - S).abs().amax((-2, -1)) > _ASYMMETRY * M.abs().amax((-2, -1)) + torch.finfo(M.dtype).tiny).any():
         raise ValueError(f"Found a matrix that is not symmetric for {named(label)}, expected a symmetric one.")
     return S
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from curvops._params import Model, Params, common_kind, named_params
+from curvops._traceless import eager, plain, random_state_kept, swapped, torch_random_state
 from curvops.losses import output_loss
-
-Params = Mapping[str, Tensor] | Sequence[Tensor] | None
-Model = nn.Module | Callable[[dict[str, Tensor], Any], Any]
 
 #: Modules whose train mode makes an output depend on other data or on chance.
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
@@ -71,7 +66,7 @@ class EmpiricalRisk:
         self.model = model
         self.loss = output_loss(loss, reduction=reduction, class_dim=class_dim)
         self.params = named_params(model, params)
-        self.dtype, self.device = _common(self.params)
+        self.dtype, self.device = common_kind(self.params)
         self.num_data, self.num_per_example_loss_terms = num_data, num_per_example_loss_terms
         self.batch_size_fn, self.progressbar = batch_size_fn, progressbar
         self.allow_train_mode = allow_train_mode
@@ -179,16 +174,16 @@ class EmpiricalRisk:
         with torch.inference_mode(False), torch.enable_grad():
             # Casting a value (never needed by the usual caller) must not become part of the graph.
             leaves: dict[str, Tensor] = {
-                n: nn.Parameter(_plain(p.detach()), requires_grad=True) for n, p in self.params.items()
+                n: nn.Parameter(plain(p.detach()), requires_grad=True) for n, p in self.params.items()
             }
-            with _eager(), _swapped(self.model, self.params, leaves):
+            with eager(), swapped(self.model, self.params, leaves):
                 yield leaves
 
     def predict(self, leaves: dict[str, Tensor], X: Any) -> Any:
         """Call the model at ``leaves``; refuse one that draws random numbers, unless that is allowed."""
-        before = _torch_random_state(self.device)
+        before = torch_random_state(self.device)
         prediction = self._call(leaves, X)
-        if not self.allow_train_mode and not all(map(torch.equal, before, _torch_random_state(self.device))):
+        if not self.allow_train_mode and not all(map(torch.equal, before, torch_random_state(self.device))):
             raise ValueError(
                 "The model draws random numbers (an active dropout, noise, sampling), so predictions depend on chance; call "
                 "model.eval(), or pass allow_train_mode=True."
@@ -203,191 +198,23 @@ class EmpiricalRisk:
         return self.model(X)
 
 
-# ---- parameters ------------------------------------------------------------------
-def named_params(model: Model, params: Params) -> dict[str, Tensor]:
-    """Return the parameters as an ordered dictionary from name to tensor."""
-    result: dict[str, Tensor]
-    if not isinstance(model, nn.Module):
-        if not callable(model) or isinstance(model, type):
-            raise TypeError(f"model: found {model!r}, expected a module or a callable (params, x) -> prediction.")
-        if not isinstance(params, Mapping):
-            raise TypeError(
-                f"params: found {type(params).__name__}; a callable model needs a dictionary name -> tensor."
-            )
-        result = dict(params)
-    elif params is None:
-        result = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    elif isinstance(params, Mapping):
-        result = dict(params)
-        _check_names(model, result)
-    else:
-        result = _names_of(model, params)
-    if not result:
-        raise ValueError(
-            "params: found none (with params=None, none requires a gradient); expected at least one parameter."
-        )
-    for name, p in result.items():
-        if not isinstance(p, Tensor):
-            raise TypeError(f"params[{name!r}]: found {type(p).__name__}, expected a tensor.")
-    return result
-
-
-def _names_of(model: nn.Module, params: Any) -> dict[str, Tensor]:
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
-        raise TypeError(f"params: found {type(params).__name__}, expected a dictionary, a list of parameters, or None.")
-    names = {id(p): n for n, p in model.named_parameters()}
-    result: dict[str, Tensor] = {}
-    for i, p in enumerate(params):
-        if not isinstance(p, Tensor):
-            raise TypeError(
-                f"params[{i}]: found {p!r}, expected a parameter of the model, or a dictionary name -> tensor."
-            )
-        if id(p) not in names:
-            raise ValueError(
-                f"params[{i}]: found a tensor that is no parameter of the model; to use other values, pass a dictionary "
-                "from parameter name to tensor."
-            )
-        if names[id(p)] in result:
-            raise ValueError(f"params[{i}]: found {names[id(p)]!r} a second time; expected each parameter once.")
-        result[names[id(p)]] = p
-    return result
-
-
-def _check_names(model: nn.Module, params: dict[str, Tensor]) -> None:
-    own = dict(model.named_parameters(remove_duplicate=False))
-    first: dict[int, str] = {}
-    for name, p in params.items():
-        if name not in own:
-            close = difflib.get_close_matches(str(name), own, n=3, cutoff=0.3)
-            raise ValueError(
-                f"params: the model has no parameter {name!r}" + (f"; close names: {close}." if close else ".")
-            )
-        if isinstance(p, Tensor) and p.shape != own[name].shape:
-            raise ValueError(f"params[{name!r}]: found shape {tuple(p.shape)}, expected {tuple(own[name].shape)}.")
-        other = first.setdefault(id(own[name]), name)
-        if other != name:
-            raise ValueError(
-                f"params: {other!r} and {name!r} are one tied parameter of the model; pass it under one name."
-            )
-
-
-def _common(params: dict[str, Tensor]) -> tuple[torch.dtype, torch.device]:
-    for attribute in ("dtype", "device"):
-        kinds: dict[Any, str] = {}
-        for name, p in params.items():
-            kinds.setdefault(getattr(p, attribute), name)
-        if len(kinds) > 1:
-            listed = ", ".join(f"{name!r} has {kind}" for kind, name in kinds.items())
-            error = TypeError if attribute == "dtype" else ValueError
-            raise error(
-                f"params: found several {attribute}s ({listed}), expected one; select or convert the parameters."
-            )
-    p = next(iter(params.values()))
-    if p.device.type == "meta":
-        raise ValueError("params: found the meta device, which holds no values; load or initialise the parameters.")
-    if not p.is_floating_point():
-        raise TypeError(f"params: found dtype {p.dtype}, expected a real floating point dtype.")
-    return p.dtype, p.device
-
-
-# ---- swapping ---------------------------------------------------------------------
-def _slots(model: nn.Module, kind: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    for module in model.modules():
-        store = getattr(module, kind)
-        for key, t in store.items():
-            if t is not None:
-                yield store, key, t
-
-
-@contextmanager
-def _swapped(model: Model, params: dict[str, Tensor], leaves: dict[str, Tensor]) -> Iterator[None]:
-    if not isinstance(model, nn.Module):
-        yield
-        return
-    own = dict(model.named_parameters(remove_duplicate=False))
-    new = {id(own[name]): leaves[name] for name in params}
-    parameters = [slot for slot in _slots(model, "_parameters") if id(slot[2]) in new]
-    buffers = list(_slots(model, "_buffers"))
-    copies = {id(b): b.clone() for _, _, b in buffers}
-    attributes = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
-    try:
-        for store, key, t in parameters:
-            store[key] = new[id(t)]
-        for store, key, t in buffers:
-            store[key] = copies[id(t)]
-        _refresh_flat_weights(model)
-        yield
-    finally:
-        for store, key, t in (*parameters, *buffers):
-            store[key] = t
-        for store, before in attributes:
-            _restore_tensors(store, before)
-        _refresh_flat_weights(model)
-
-
-def _restore_tensors(store: dict[str, Any], before: dict[str, Any]) -> None:
-    """Take back tensors that modules keep as plain attributes (weights made by hooks, caches): they hold our graph."""
-    for key, value in list(store.items()):
-        if isinstance(value, Tensor) and value is not before.get(key):
-            store.pop(key)
-    store.update((k, v) for k, v in before.items() if isinstance(v, Tensor))
-
-
-def _refresh_flat_weights(model: nn.Module) -> None:
-    """Recurrent modules keep a second list of their parameters."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.__dict__["_flat_weights"] = [getattr(module, n, None) for n in module._flat_weights_names]
-
-
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Run compiled models eagerly: their operations must be seen, and one pass does not pay for a compilation."""
-    if "torch._dynamo" not in sys.modules:  # nothing has been compiled
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextmanager
-def random_state_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Put the global generators of Python, numpy and torch back, whatever data and models draw from them."""
-    python, numpy, states = random.getstate(), np.random.get_state(), _torch_random_state(device)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(states[0])
-        for state in states[1:]:
-            torch.cuda.set_rng_state(state, device)
-
-
-def _torch_random_state(device: torch.device | None) -> list[Tensor]:
-    cuda = [torch.cuda.get_rng_state(device)] if device is not None and device.type == "cuda" else []
-    return [torch.get_rng_state(), *cuda]
-
-
 # ---- batches ------------------------------------------------------------------------
-def _plain(t: Tensor) -> Tensor:
-    """Tensors made in inference mode cannot enter a graph."""
-    return t.clone() if t.is_inference() else t
-
-
 def _to_device(x: Any, device: torch.device) -> Any:
     if isinstance(x, Tensor):
         with torch.inference_mode(False):
-            return _plain(x.to(device))
+            return plain(x.to(device))
     if isinstance(x, Mapping):
         moved = {k: _to_device(v, device) for k, v in x.items()}
         if type(x) is dict or not isinstance(x, MutableMapping):
             return moved
         same_type = copy.copy(x)  # models may rely on more than the mapping interface
+        inner = getattr(same_type, "__dict__", {})  # a shallow copy may still write into the user's batch
+        inner.update({k: copy.copy(v) for k, v in inner.items() if isinstance(v, MutableMapping)})
         same_type.update(moved)
         return same_type
-    if isinstance(x, list | tuple) and not hasattr(x, "_fields"):
-        return type(x)(_to_device(v, device) for v in x)
+    if isinstance(x, list | tuple) and not hasattr(x, "to"):
+        parts = [_to_device(v, device) for v in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     return x.to(device) if hasattr(x, "to") else x
 
 

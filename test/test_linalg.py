@@ -153,3 +153,11 @@ def test_R10_no_warning_in_ordinary_life() -> None:
         warnings.simplefilter("error")
         _linalg.eigh_psd(psd(30, 4).float())
         _linalg.inverse_psd(psd(30, 4).float(), 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_R10_the_smallest_numbers_are_symmetric_enough(dtype: torch.dtype) -> None:
+    M = psd(6)[0].to(dtype) * torch.finfo(dtype).smallest_normal * 3e-7
+    assert M.any()
+    assert torch.isfinite(_linalg.eigh_psd(M, "a")[0]).all()
+    torch.testing.assert_close(_linalg.inverse_psd(M, 0.5, "a"), 2 * torch.eye(6, dtype=dtype))

@@ -9,14 +9,16 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from curvops.kfac.recorder import Recorder, Unsupported, Use, unsupported_message
+from curvops._traceless import random_state_kept
+from curvops.kfac.recorder import Recorder
 from curvops.kfac.schedule import vector_indices
 from curvops.kfac.sharing import Sharing
 from curvops.kfac.sites import conflicts, find_sites
 from curvops.kfac.statistics import DenseBlocks, Statistic
+from curvops.kfac.uses import Unsupported, Use, unsupported_message
 from curvops.kfac.vectors import Batch, Fisher, Vectors
 from curvops.losses import OutputView
-from curvops.risk import EmpiricalRisk, random_state_kept
+from curvops.risk import EmpiricalRisk
 
 S = TypeVar("S", bound=Statistic)
 
@@ -100,9 +102,7 @@ class Collector(Generic[S]):
             num_data = self._num_data(X, output)
             vectors = Vectors(self.fisher, view, self._offset + self.counts.output_rows)
             batch = Batch(uses, output, vectors, num_data, view.N * view.T // num_data)
-            of_batch = self.sharing.feed(batch, find_sites(uses, self._separate), self._make)
-            of_batch.close()
-            self.statistic.merge(of_batch)
+            self.statistic.merge(self.sharing.feed(batch, find_sites(uses, self._separate), self._make))
             self._dense_blocks(batch, leaves)
         self._count(view, num_data, output)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvops._params import Model, Params
 from curvops.kfac.collect import Collector
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.factors import BlockFactors, factors_of
@@ -15,7 +16,7 @@ from curvops.kfac.options import FisherType, KFACType, Policy, choice
 from curvops.kfac.statistics import Factors
 from curvops.kfac.treatment import Treatment, treatments
 from curvops.kfac.vectors import Fisher
-from curvops.risk import EmpiricalRisk, Model, Params
+from curvops.risk import EmpiricalRisk
 from curvops.structured.direct_sum import DirectSum
 
 
@@ -77,7 +78,7 @@ class KFACLinearOperator(DirectSum):
         fisher_type = choice("fisher_type", fisher_type, FisherType)
         kfac_approx = choice("kfac_approx", kfac_approx, KFACType)
         unsupported = choice("unsupported", unsupported, Policy)
-        if isinstance(mc_samples, bool) or not isinstance(mc_samples, int) or mc_samples < 1:
+        if isinstance(mc_samples, bool) or not hasattr(mc_samples, "__index__") or mc_samples < 1:
             raise ValueError(f"mc_samples: found {mc_samples!r}, expected a positive integer.")
         if not hasattr(seed, "__index__"):
             raise TypeError(f"seed: found {seed!r}, expected an integer.")
@@ -98,8 +99,8 @@ class KFACLinearOperator(DirectSum):
             self._risk.check_deterministic()
         options = {
             "fisher_type": fisher_type,
-            "mc_samples": mc_samples,
-            "seed": int(seed),
+            "mc_samples": int(mc_samples),
+            "seed": (int(seed) + 2**63) % 2**64 - 2**63,  # what torch's generators accept
             "kfac_approx": kfac_approx,
             "separate_weight_and_bias": bool(separate_weight_and_bias),
             "unsupported": unsupported,
@@ -148,7 +149,7 @@ class KFACLinearOperator(DirectSum):
             raise ValueError(f"decay: found {decay}, expected a number from 0 to 1.")
         if self._risk is None:
             raise ValueError("This operator was loaded without its model; build one from the new data and merge it.")
-        data = self._risk.checked_data(data)
+        data, decay = self._risk.checked_data(data), float(decay)
         offset = int(self._estimate.num_data)
         self._adopt(self._estimate.averaged(_pass(self._risk, self._estimate.options, data, offset), decay))
         return self

@@ -16,12 +16,12 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from curvops.kfac._autograd import graph_edges, is_functorch, node_number, result_nodes, sequence_number, stable_edge
-from curvops.kfac.rules import rule_for, supported
-from curvops.kfac.rules._base import Form
+from curvops.kfac.rules import rule_for
+from curvops.kfac.rules._base import Rule
+from curvops.kfac.uses import Operand, Unsupported, Use
 
 #: Functions whose result holds the entries of their first argument in another arrangement.
 _VIEWS = frozenset(
@@ -34,78 +34,37 @@ _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, 
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
-    """A tracked parameter, or a rearranged part of one, as an operand of an operation.
+class _Call:
+    """One call of an operation on tracked parameters.
 
     Attributes:
-        name: Name of the parameter.
-        tensor: The very tensor; held so that its identity stays taken.
-        shape: Shape of the parameter.
-        entries: Flat indices of the parameter's entries, shaped like ``tensor``; ``None`` for the parameter itself.
-        version: Of the tensor when it was recorded.
+        func, args, kwargs, out: The call and what it returned.
+        found: The tracked operands among the arguments.
+        interval: Sequence numbers of the autograd nodes that it made.
     """
 
-    name: str
-    tensor: Tensor
-    shape: torch.Size
-    entries: Tensor | None = None
-    version: int = 0
+    func: Any
+    args: tuple
+    kwargs: dict
+    out: Any
+    found: list[Operand]
+    interval: tuple[int, int]
 
     @property
-    def modified(self) -> bool:
-        """Whether it no longer holds the parameter's entries (a leaf stays a leaf, whatever its values)."""
-        return not self.tensor.is_leaf and self.tensor._version != self.version
-
-
-@dataclass(eq=False)
-class Use:
-    """One operation of the forward pass that consumes tracked parameters.
-
-    Attributes:
-        function: Name of the operation.
-        form: Its canonical form.
-        x: Its input; ``version`` tells whether it was modified afterwards.
-        edge: Where the gradient of its output, of shape ``shape``, arrives.
-        weight, bias: The tracked operands; ``None`` where an operand is absent or not tracked.
-    """
-
-    function: str
-    form: Form
-    x: Tensor
-    edge: GradientEdge
-    shape: torch.Size
-    weight: Operand | None
-    bias: Operand | None
-    version: int = -1
-
-    def __post_init__(self) -> None:
-        if self.version < 0:
-            self.version = self.x._version
+    def name(self) -> str:
+        """Name of the function; a property is named by its attribute."""
+        name = getattr(self.func, "__name__", str(self.func))
+        return getattr(self.func.__self__, "__name__", name) if name == "__get__" else name
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tracked parameters it consumes."""
-        return tuple(o.name for o in (self.weight, self.bias) if o is not None)
+    def results(self) -> list[Tensor]:
+        """What it returned, as far as it can carry gradients."""
+        return [t for t in _flat((self.out,), {}) if t.is_floating_point() or t.is_complex()]
 
-    def input(self) -> Tensor:
-        """Return the input as it was when the operation ran."""
-        if self.x._version != self.version:
-            raise ValueError(
-                f"The input of {self.function} with parameters {list(self.names)} was modified in place after its use; "
-                "its value is lost. Make that operation out of place."
-            )
-        return self.x.detach()
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """An operation on a tracked parameter that no rule covers; ``interval`` or ``nodes`` find it in the graph."""
-
-    name: str
-    function: str
-    reason: str
-    interval: tuple[int, int] = (0, 0)
-    nodes: frozenset[Any] = frozenset()
+    @property
+    def on_first(self) -> bool:
+        """Whether its first tensor is the only tracked operand."""
+        return len(self.found) == 1 and next(_flat(self.args, self.kwargs)) is self.found[0].tensor
 
 
 class Recorder(TorchFunctionMode):
@@ -153,30 +112,29 @@ class Recorder(TorchFunctionMode):
                 return func(*args, **kwargs)
         start = sequence_number()
         out = func(*args, **kwargs)
-        results = [t for t in _flat((out,), {}) if t.is_floating_point() or t.is_complex()]
-        if results:
+        call = _Call(func, args, kwargs, out, found, (start, sequence_number()))
+        if results := call.results:
             self._results |= result_nodes(results)
-            self._note(_name(func), func, args, kwargs, found, out, results, (start, sequence_number()))
+            self._note(call, results)
         return out
 
-    def _note(self, name, func, args, kwargs, found, out, results, interval) -> None:
-        names = list(dict.fromkeys(operand.name for operand in found))
-        if any(is_functorch(t) for t in (*results, *_flat(args, kwargs))):
-            reason = "it runs inside a functorch transform (vmap, grad, jvp, ...), which hides its inputs"
-            self._refuse(names, name, reason, interval)
+    def _note(self, call: _Call, results: list[Tensor]) -> None:
+        names = dict.fromkeys(operand.name for operand in call.found)
+        if any(is_functorch(t) for t in (*results, *_flat(call.args, call.kwargs))):
+            self._refuse(call, "it runs inside a functorch transform (vmap, grad, jvp, ...), which hides its inputs")
         elif not any(t.requires_grad for t in results):
-            for n in names:
-                self._without_gradient.setdefault(n, name)
-        elif any(operand.modified for operand in found):
-            self._refuse(names, name, "it was modified in place before", interval)
-        elif name in _CASTS | _VIEWS and len(found) == 1 and next(_flat(args, kwargs)) is found[0].tensor:
-            self._derive(name, func, args, kwargs, found[0], out)
-        elif rule := rule_for(func):
-            self._use(name, rule, args, kwargs, found, out, interval)
+            for name in names:
+                self._without_gradient.setdefault(name, call.name)
+        elif any(operand.modified for operand in call.found):
+            self._refuse(call, "it was modified in place before")
+        elif call.name in _CASTS | _VIEWS and call.on_first:
+            self._derive(call, call.found[0])
+        elif rule := rule_for(call.func):
+            self._use(call, rule)
         else:
-            self._refuse(names, name, "no rule covers it", interval)
-        for n in names:
-            self._intervals[n].append(interval)
+            self._refuse(call, "no rule covers it")
+        for name in names:
+            self._intervals[name].append(call.interval)
 
     def _derivative(self, args: tuple, kwargs: dict) -> Any:
         """Run ``torch.autograd.grad``: what depends on its result uses parameters in ways that no rule knows."""
@@ -192,38 +150,40 @@ class Recorder(TorchFunctionMode):
             self._intervals[name].append(interval)
         return out
 
-    def _derive(self, name: str, func: Any, args: tuple, kwargs: dict, source: Operand, out: Any) -> None:
+    def _derive(self, call: _Call, source: Operand) -> None:
+        """Follow a parameter through a view or a cast."""
         entries = source.entries
-        if name not in _CASTS:
+        if call.name not in _CASTS:
             if entries is None:
                 entries = torch.arange(source.tensor.numel(), device=source.tensor.device).view(source.tensor.shape)
-            swapped = {k: entries if v is source.tensor else v for k, v in kwargs.items()}
-            entries = func(*(entries if a is source.tensor else a for a in args), **swapped)
-        for tensor, part in zip(
-            _flat((out,), {}), [entries] if entries is None else _flat((entries,), {}), strict=True
-        ):
+            swapped = {k: entries if v is source.tensor else v for k, v in call.kwargs.items()}
+            entries = call.func(*(entries if a is source.tensor else a for a in call.args), **swapped)
+        parts = [None] if entries is None else _flat((entries,), {})
+        for tensor, part in zip(_flat((call.out,), {}), parts, strict=True):
             if tensor is not source.tensor:  # contiguous() and friends may return their argument
                 self._operands[id(tensor)] = Operand(source.name, tensor, source.shape, part, tensor._version)
 
-    def _use(self, name, rule, args, kwargs, found, out, interval) -> None:
+    def _use(self, call: _Call, rule: Rule) -> None:
         try:
-            op = rule(*args, tracked=lambda t: id(t) in self._operands, **kwargs)
+            op = rule(*call.args, tracked=lambda t: id(t) in self._operands, **call.kwargs)
         except NotImplementedError as error:
-            self._refuse([o.name for o in found], name, str(error), interval)
+            self._refuse(call, str(error))
             return
         weight, bias = (None if t is None else self._operands.get(id(t)) for t in (op.weight, op.bias))
         if op.x.layout is not torch.strided or op.x.is_nested:
-            self._refuse([o.name for o in found], name, "its input is sparse or nested; supported: dense", interval)
+            self._refuse(call, "its input is sparse or nested; supported: dense")
             return
         consumed = [o for o in (weight, bias) if o is not None]
-        others = [o.name for o in found if all(o is not c for c in consumed)]
+        others = [o for o in call.found if all(o is not c for c in consumed)]
         if others:
-            self._refuse(others, name, "it is used as the input of the operation, not as its weight or bias", interval)
+            self._refuse(call, "it is used as the input of the operation, not as its weight or bias", others)
         if consumed:
-            self.uses.append(Use(name, op.form, op.x, stable_edge(out), out.shape, weight, bias))
+            edge = stable_edge(call.out)
+            self.uses.append(Use(call.name, op.form, op.x, edge, call.out.shape, weight, bias))
 
-    def _refuse(self, names: Iterable[str], function: str, reason: str, interval: tuple[int, int]) -> None:
-        self.unsupported += [Unsupported(n, function, reason, interval) for n in dict.fromkeys(names)]
+    def _refuse(self, call: _Call, reason: str, operands: Iterable[Operand] | None = None) -> None:
+        names = dict.fromkeys(o.name for o in (call.found if operands is None else operands))
+        self.unsupported += [Unsupported(n, call.name, reason, call.interval) for n in names]
 
     def _check_chance(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Refuse dropout and batch statistics wherever they come from: they make a prediction depend on more than its datum."""
@@ -323,15 +283,6 @@ _STALE = (
 )
 
 
-def unsupported_message(found: Unsupported) -> str:
-    """Say what is not supported, what is, and how to go on."""
-    return (
-        f"Parameter {found.name!r} is used by {found.function}: {found.reason}. Supported operations: "
-        f"{', '.join(supported())}. Register a rule with curvops.kfac.rules.register, leave the parameter out of params, or "
-        "choose unsupported='exact', 'diagonal' or 'zero'."
-    )
-
-
 def _flat(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     for a in (*args, *kwargs.values()):
         if isinstance(a, Tensor):
@@ -342,9 +293,3 @@ def _flat(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
 
 def _title(node: Any) -> str:
     return "of the prediction itself" if node is None else node.name()
-
-
-def _name(func: Any) -> str:
-    """Name a function; a property is named by its attribute."""
-    name = getattr(func, "__name__", str(func))
-    return getattr(func.__self__, "__name__", name) if name == "__get__" else name

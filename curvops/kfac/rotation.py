@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvops.kfac.recorder import Use
 from curvops.kfac.schedule import Layout, layouts_of
+from curvops.kfac.uses import Use
 
 #: Below this fraction a defect is rounding. A coupling that weak would change the factors by as little.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -60,26 +60,32 @@ class Consistency:
         self._uses, self._by_position = uses, by_position
         self._generator = torch.Generator().manual_seed(seed)
         self._directions: dict[Use, Tensor] = {}
-        self._passes: dict[Use, list[Tensor]] = {u: [] for u in uses}
+        self._passes: dict[Use, list[Tensor | None]] = {u: [] for u in uses}
 
-    def note(self, gradients: dict[Use, Tensor]) -> None:
-        """Take in one backward pass."""
-        for use, passes in self._passes.items():
-            if use in gradients:
-                passes.append(self._project(use, use.form.cotangents(gradients[use])))
-            else:
-                rows, positions = use.form.extent(use.x)
-                n = rows * positions if self._by_position else rows
-                passes.append(torch.zeros(n, dtype=use.x.dtype, device=use.x.device))
+    def begin(self) -> None:
+        """Expect the next backward pass."""
+        for passes in self._passes.values():
+            passes.append(None)
+
+    def note(self, use: Use, gradient: Tensor) -> None:
+        """Take in the gradient of one use."""
+        self._passes[use][-1] = self._project(use, use.form.cotangents(gradient))
 
     def holds(self, rotations: Rotations, assumed: tuple[Layout | None, ...] | None) -> bool:
         """Whether every row belongs to one unit, in a regular order (or in the assumed one)."""
-        for i, passes in enumerate(self._passes.values()):
-            rows = torch.stack(passes)  # [P, R]
+        for i, (use, passes) in enumerate(self._passes.items()):
+            rows = self._rows(use, passes)
             possible = layouts_of(rows.shape[1], rotations.units) if assumed is None else [assumed[i]]
             if rotations.units > 1 and not any(lay is not None and _fits(rows, lay, rotations) for lay in possible):
                 return False
         return True
+
+    def _rows(self, use: Use, passes: list[Tensor | None]) -> Tensor:
+        """Return ``[P, R]``; rows that a pass did not reach are zero."""
+        reached = [p for p in passes if p is not None]
+        M, S = use.form.extent(use.x)
+        nothing = reached[0] if reached else use.x.detach().new_zeros(M * S if self._by_position else M)
+        return torch.stack([torch.zeros_like(nothing) if p is None else p for p in passes])
 
     def _project(self, use: Use, c: Tensor) -> Tensor:
         G, _, S, o = c.shape

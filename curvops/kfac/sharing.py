@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from curvops.kfac.recorder import Use
 from curvops.kfac.rotation import Consistency, Rotations
 from curvops.kfac.schedule import Layout, antichain, find_layout, is_owned, vector_indices
 from curvops.kfac.sites import Site
 from curvops.kfac.statistics import Observation, Statistic
+from curvops.kfac.uses import Use
 from curvops.kfac.vectors import Batch, Fisher
 
 Layouts = tuple[Layout | None, ...]
@@ -120,10 +120,11 @@ class Sharing:
         statistic.on_inputs(seen)
         for p in range(rotations.passes):
             coefficients = rotations.row(p).reshape(batch.num_data, -1, vectors.count).expand(-1, batch.terms, -1)
-            gradients = batch.backward(vectors.combined(coefficients))
-            consistency.note(gradients)
-            if self.fisher.kind != "forward-only":
-                statistic.on_cotangents(seen, gradients)
+            consistency.begin()
+            _pass(
+                batch, vectors.combined(coefficients), seen, statistic if self._count(batch) else None, consistency.note
+            )
+        statistic.close(seen)
         assumed = tuple(seen.layouts[u] for u in batch.uses) if self.by_datum else None
         return statistic, consistency.holds(rotations, assumed)
 
@@ -153,8 +154,29 @@ class Sharing:
 def _feed(statistic: Statistic, seen: Observation, batch: Batch, vectors: Iterable[Tensor]) -> Statistic:
     statistic.on_inputs(seen)
     for vector in vectors:
-        statistic.on_cotangents(seen, batch.backward(vector))
+        _pass(batch, vector, seen, statistic)
+    statistic.close(seen)
     return statistic
+
+
+def _pass(
+    batch: Batch,
+    vector: Tensor,
+    seen: Observation,
+    statistic: Statistic | None,
+    note: Callable[[Use, Tensor], None] | None = None,
+) -> None:
+    """Send one vector back and hand every gradient, as it comes, to the statistic and to ``note``."""
+
+    def visit(use: Use, gradient: Tensor) -> None:
+        if note is not None:
+            note(use, gradient)
+        if statistic is not None:
+            statistic.on_cotangent(seen, use, gradient)
+
+    batch.backward(vector, visit)
+    if statistic is not None:
+        statistic.on_pass_end(seen)
 
 
 def _fit(layouts: Layouts, batch: Batch) -> bool:
@@ -176,9 +198,9 @@ def _probe(level: str, batch: Batch) -> tuple[bool, Layouts, list[bool]]:
     reached: dict[Use, list[Tensor]] = {u: [] for u in batch.uses}
     for units in takes:
         terms = units.reshape(batch.num_data, -1).expand(-1, batch.terms)
-        gradients = batch.backward(batch.vectors.probe(terms))
         for use, passes in reached.items():
-            passes.append(_reached_rows(use, gradients.get(use), by_position))
+            passes.append(_no_rows(use, by_position))
+        batch.backward(batch.vectors.probe(terms), lambda use, g: _note_rows(reached[use], use, g, by_position))
     separate, layouts, silent = True, [], []
     for passes in reached.values():
         active = torch.stack(passes)
@@ -188,12 +210,14 @@ def _probe(level: str, batch: Batch) -> tuple[bool, Layouts, list[bool]]:
     return separate, tuple(layouts), silent
 
 
-def _reached_rows(use: Use, gradient: Tensor | None, by_position: bool) -> Tensor:
-    if gradient is None:
-        rows, positions = use.form.extent(use.x)
-        return torch.zeros(rows * positions if by_position else rows, dtype=torch.bool, device=use.x.device)
+def _no_rows(use: Use, by_position: bool) -> Tensor:
+    rows, positions = use.form.extent(use.x)
+    return torch.zeros(rows * positions if by_position else rows, dtype=torch.bool, device=use.x.device)
+
+
+def _note_rows(passes: list[Tensor], use: Use, gradient: Tensor, by_position: bool) -> None:
     # Not any(): it is 3x slower. Not a signed sum: it cancels.
-    return use.form.cotangents(gradient).abs().sum((0, 3) if by_position else (0, 2, 3)).flatten() != 0
+    passes[-1] = use.form.cotangents(gradient).abs().sum((0, 3) if by_position else (0, 2, 3)).flatten() != 0
 
 
 def _is_irregular(active: Tensor, takes: Tensor, batch: Batch, by_position: bool) -> bool:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from curvops.kfac.recorder import Operand, Unsupported, Use
+from curvops.kfac.uses import Operand, Unsupported, Use
 from curvops.structured.placement import Placement, Slot
 
 Key = tuple[str, Hashable]

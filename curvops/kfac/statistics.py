@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from curvops._scalars import accumulation_dtype, wide
-from curvops.kfac.recorder import Use
 from curvops.kfac.rules._base import mirror_
 from curvops.kfac.schedule import Layout
 from curvops.kfac.sites import Site
+from curvops.kfac.uses import Use
 from curvops.structured.placement import Placement
 
 
@@ -37,6 +38,21 @@ class Observation:
     layouts: dict[Use, Layout | None]
     single: bool = False
 
+    @cached_property
+    def leaders(self) -> dict[Site, Site]:
+        """For every block, the first one with the same uses: a bias that stands alone has the factor of its weight."""
+        first: dict[tuple[Use, ...], Site] = {}
+        return {site: first.setdefault(tuple(use for use, _ in site.members), site) for site in self.sites}
+
+    @cached_property
+    def owners(self) -> dict[Use, list[Site]]:
+        """For every use, the leading blocks that it belongs to."""
+        owners: dict[Use, list[Site]] = {}
+        for site in dict.fromkeys(self.leaders.values()):
+            for use, _ in site.members:
+                owners.setdefault(use, []).append(site)
+        return owners
+
 
 class Statistic(Protocol):
     """A reducer that :func:`curvops.kfac.collect.collect` feeds."""
@@ -44,10 +60,13 @@ class Statistic(Protocol):
     def on_inputs(self, seen: Observation) -> None:
         """Take in one forward pass."""
 
-    def on_cotangents(self, seen: Observation, gradients: dict[Use, Tensor]) -> None:
-        """Take in one backward pass: gradients of the outputs of the uses."""
+    def on_cotangent(self, seen: Observation, use: Use, gradient: Tensor) -> None:
+        """Take in the gradient of the output of one use; it is gone afterwards."""
 
-    def close(self) -> None:
+    def on_pass_end(self, seen: Observation) -> None:
+        """Be told that the backward pass is over."""
+
+    def close(self, seen: Observation) -> None:
         """Be told that the batch is over."""
 
     def merge(self, other: Any) -> None:
@@ -83,6 +102,7 @@ class Factors:
     def __init__(self, approx: str) -> None:
         self.approx = approx
         self.sums: dict[Hashable, Sums] = {}
+        self._by_datum: dict[Use, Tensor] = {}  # of the current pass
 
     def on_inputs(self, seen: Observation) -> None:
         """Add the input factors of one forward pass."""
@@ -92,26 +112,37 @@ class Factors:
             else:
                 _reduce_inputs(site, self._of(site), seen)
 
-    def on_cotangents(self, seen: Observation, gradients: dict[Use, Tensor]) -> None:
-        """Add the output factors of one backward pass."""
-        done: dict[tuple[Use, ...], Sums] = {}
-        for site in seen.sites:
-            sums, uses = self._of(site), tuple(use for use, _ in site.members)
-            if uses in done:  # a bias that stands alone has the factor of its weight
-                sums.B = done[uses].B
-                continue
-            done[uses] = sums
-            if self.approx == "expand":
-                _expand_outputs(site, sums, gradients)
-            else:
-                _reduce_outputs(site, sums, gradients, seen)
+    def on_cotangent(self, seen: Observation, use: Use, gradient: Tensor) -> None:
+        """Add the output factor of one use (expand), or keep its sum over positions until the pass is over (reduce)."""
+        if self.approx == "reduce":
+            layout = None if seen.single else seen.layouts[use]
+            self._by_datum[use] = _by_datum(use.form.output_sum(gradient), layout, seen.num_data)
+            return
+        for site in seen.owners[use]:
+            sums = self._of(site)
+            if sums.B is None:
+                G, o, _ = site.weight_shape
+                sums.B = gradient.new_zeros(G, o, o, dtype=accumulation_dtype(gradient.dtype))
+            sums.partial |= use.form.add_output_gram_(sums.B, gradient)
 
-    def close(self) -> None:
-        """Complete output factors, of which passes fill the upper triangle only."""
-        for sums in self.sums.values():
+    def on_pass_end(self, seen: Observation) -> None:
+        """Add the output factors of one backward pass (reduce): uses of a block are summed first."""
+        for site in dict.fromkeys(seen.leaders.values()) if self._by_datum else ():
+            parts = [self._by_datum[use] for use, _ in site.members if use in self._by_datum]
+            if parts:
+                total = sum(parts[1:], parts[0])
+                sums = self._of(site)
+                sums.B = _plus(sums.B, total.mT @ total)
+        self._by_datum.clear()
+
+    def close(self, seen: Observation) -> None:
+        """Complete output factors, of which passes fill the upper triangle only, and share them with lone biases."""
+        for site, leader in seen.leaders.items():
+            sums = self._of(leader)
             if sums.partial and sums.B is not None:
                 mirror_(sums.B)
                 sums.partial = False
+            self._of(site).B = sums.B
 
     def merge(self, other: Factors) -> None:
         """Add the sums of other data, which must be closed."""
@@ -171,27 +202,6 @@ def _reduce_inputs(site: Site, sums: Sums, seen: Observation) -> None:
         mean = total / positions
         # A row that all data share counts for each of them.
         sums.A = _plus(sums.A, mean.mT @ mean * (seen.num_data / mean.shape[1]))
-
-
-def _expand_outputs(site: Site, sums: Sums, gradients: dict[Use, Tensor]) -> None:
-    G, o, _ = site.weight_shape
-    for use, _ in site.members:
-        if use in gradients:
-            g = gradients[use]
-            if sums.B is None:
-                sums.B = g.new_zeros(G, o, o, dtype=accumulation_dtype(g.dtype))
-            sums.partial |= use.form.add_output_gram_(sums.B, g)
-
-
-def _reduce_outputs(site: Site, sums: Sums, gradients: dict[Use, Tensor], seen: Observation) -> None:
-    total = None
-    for use, _ in site.members:
-        if use in gradients:
-            layout = None if seen.single else seen.layouts[use]
-            g = _by_datum(use.form.output_sum(gradients[use]), layout, seen.num_data)
-            total = g if total is None else total + g
-    if total is not None:
-        sums.B = _plus(sums.B, total.mT @ total)
 
 
 def _by_datum(sums: Tensor, layout: Layout | None, num_data: int) -> Tensor:

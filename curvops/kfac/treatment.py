@@ -10,13 +10,15 @@ from typing import Any
 
 from torch import nn
 
+from curvops._params import Model, Params, named_params
+from curvops._traceless import random_state_kept
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.options import Policy, choice
 from curvops.kfac.recorder import Recorder
 from curvops.kfac.rules._base import assumed_operation
 from curvops.kfac.sites import conflicts, find_sites
 from curvops.kfac.tied import is_turned
-from curvops.risk import EmpiricalRisk, Model, Params, named_params, random_state_kept
+from curvops.risk import EmpiricalRisk
 from curvops.structured.placement import Placement
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvops.kfac.recorder import Use
+from curvops.kfac._autograd import graph_edges
+from curvops.kfac.uses import Use
 from curvops.losses import OutputView
 
 
@@ -117,10 +120,46 @@ class Batch:
     num_data: int
     terms: int
 
-    def backward(self, vector: Tensor) -> dict[Use, Tensor]:
-        """Return the gradients of the outputs of the uses; weight gradients are never formed."""
+    def backward(self, vector: Tensor, visit: Callable[[Use, Tensor], None]) -> None:
+        """Send ``vector`` back; call ``visit`` with every use and the gradient of its output as soon as it is there.
+
+        Weight gradients are never formed, and a gradient lives no longer than in training: uses that lie on the way to
+        others are visited by hooks on their nodes, and autograd is asked for the others only.
+        """
         if not self.uses or not self.output.requires_grad:
-            return {}
-        edges = [u.edge for u in self.uses]
-        grads = torch.autograd.grad(self.output, edges, vector, retain_graph=True, allow_unused=True)
-        return {u: g.reshape(u.shape) for u, g in zip(self.uses, grads, strict=True) if g is not None}
+            return
+        last, between = self._ends
+        handles = [use.edge.node.register_prehook(partial(_arrived, use, visit)) for use in between]
+        try:
+            edges = [use.edge for use in last]
+            grads = torch.autograd.grad(self.output, edges, vector, retain_graph=True, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for use, g in zip(last, grads, strict=True):
+            if g is not None:
+                visit(use, g.reshape(use.shape))
+
+    @cached_property
+    def _ends(self) -> tuple[list[Use], list[Use]]:
+        """Split the uses into those that lead to no other use, and those between them and the output."""
+        nodes = {use.edge.node for use in self.uses}
+        above: dict[Any, list[Any]] = {target: [] for target in nodes}
+        for source, target in graph_edges(self.output):
+            above.setdefault(target, []).append(source)
+        leading, stack = set(), [source for node in nodes for source in above[node]]
+        while stack:
+            node = stack.pop()
+            if node not in leading:
+                leading.add(node)
+                stack += above.get(node, ())
+        return (
+            [u for u in self.uses if u.edge.node not in leading],
+            [u for u in self.uses if u.edge.node in leading],
+        )
+
+
+def _arrived(use: Use, visit: Callable[[Use, Tensor], None], gradients: tuple[Tensor | None, ...]) -> None:
+    g = gradients[use.edge.output_nr]
+    if g is not None:
+        visit(use, g.reshape(use.shape))

@@ -218,9 +218,10 @@ def _answers(part: Part, key: str) -> bool:
 
 def _one_damping(part: Part, damping: Mapping[str, Any]) -> Any:
     """Return the damping under the part's label, or under the names of its parameters, which must agree."""
-    if part.label in damping:
-        return check_damping(damping[part.label], part.label)
-    found = {n: check_damping(damping[n], part.label) for n in part.placement.names if n in damping}
+    names = part.placement.names
+    if part.label in damping and part.label not in names:
+        names = (part.label,)
+    found = {n: check_damping(damping[n], part.label) for n in names if n in damping}
     if len({float(d) for d in found.values()}) > 1:
         raise ValueError(f"Got different dampings {found} for the part {part.label!r}, expected one.")
     return next(iter(found.values()))

@@ -213,6 +213,11 @@ ARGUMENTS: dict[str, tuple] = {
     "unsupported": (lambda: K(unsupported="x"), ValueError, "unsupported: found 'x'", EXPECTED),
     "explain": (lambda: explain(NET, data=DATA, unsupported="x"), ValueError, "unsupported: found 'x'", EXPECTED),
     "mc_samples": (lambda: K(mc_samples=0), ValueError, "mc_samples: found 0", "positive integer"),
+    "names in a list": (
+        lambda: K(params=list(NET.named_parameters())),
+        TypeError, r"params\[0\]: found \('0.weight', Parameter", r"dict\(model\.named_parameters\(\)\)",
+    ),
+    "meta": (lambda: K(nn.Linear(4, 3, device="meta")), ValueError, "found the meta device", "load or initialise"),
     "seed": (lambda: K(seed=None), TypeError, "seed: found None", "an integer"),
     "num_data": (lambda: K(num_data=7), ValueError, "num_data: found 7", "hold 6", "correct it"),
     "loss terms": (

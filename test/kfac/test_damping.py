@@ -65,6 +65,13 @@ def test_R2_T42_damping_by_layer() -> None:
         K.inverse({"z": 1.0})
 
 
+def test_R2_T42_dampings_of_a_joint_block_must_agree() -> None:
+    net = mlp()
+    K = KFAC(net, nn.MSELoss(), None, regression(net, 3))
+    with pytest.raises(ValueError, match=r"different dampings .*'a\.bias': 0\.2.* for the part 'a\.weight'"):
+        K.inverse({"a.weight": 0.1, "a.bias": 0.2, "b.weight": 0.1})
+
+
 def test_R2_T46_an_inverse_answers_what_the_operator_answers() -> None:
     _, K = dead()
     M = K.to_dense() + 0.3 * torch.eye(len(K.to_dense()))

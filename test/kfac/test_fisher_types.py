@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from kfac.nets import FISHERS
 from kfac.oracle import relative_error, term_factors
 from losses.loss_cases import CASES, PARAMS, Case, classes, rand, unit
 from torch import Tensor, nn
@@ -250,3 +252,12 @@ def test_R4_losses_without_curvature_have_zero_factors() -> None:
             for kind in ("type-2", *RANDOM):
                 assert not table_kfac(CASES[name], fisher_type=kind).to_dense().any()
             assert table_kfac(CASES[name], fisher_type="empirical").to_dense().any()
+
+
+@pytest.mark.parametrize("fisher_type", FISHERS)
+@pytest.mark.parametrize("seed", [2**70 + 1, -5, np.int64(3)])
+def test_R4_any_integer_is_a_seed(fisher_type: str, seed: int) -> None:
+    model, data = nn.Linear(3, 2), [(torch.randn(4, 3), torch.randn(4, 2))]
+    options = {"fisher_type": fisher_type, "mc_samples": np.int64(2)}
+    K, L = (KFACLinearOperator(model, nn.MSELoss(), None, data, seed=s, **options) for s in (seed, int(seed)))
+    assert torch.equal(K.to_dense(), L.to_dense())

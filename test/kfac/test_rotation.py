@@ -53,7 +53,6 @@ def test_R3_one_weakly_coupled_pair_among_many_data_is_found(strength, fisher):
     data = [(torch.randn(64, 4).double(), torch.randn(64, 2).double())]
     K = KFACLinearOperator(model, nn.MSELoss(), None, data, fisher_type=fisher)
     want = 0
-    out = model(data[0][0])
     hidden = []
     handle = model.first.register_forward_hook(lambda *a: hidden.append(a[2]))
     out = model(data[0][0])

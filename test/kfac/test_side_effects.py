@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -251,6 +251,56 @@ def test_R11_batches_are_not_changed() -> None:
     before = [(id(t), t.tolist(), t._version, t.requires_grad) for batch in data for t in batch]
     KFACLinearOperator(net, nn.MSELoss(), None, data, fisher_type="mc")
     assert [(id(t), t.tolist(), t._version, t.requires_grad) for batch in data for t in batch] == before
+
+
+class Record(MutableMapping):
+    """A mapping around a dictionary: a shallow copy of it shares the dictionary."""
+
+    def __init__(self, **entries: Any) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+class Input(NamedTuple):
+    """An input with named parts."""
+
+    scale: float
+    x: Tensor
+
+
+def test_R11_batches_that_must_be_converted_are_not_changed() -> None:
+    with torch.inference_mode():  # such tensors are cloned
+        x = torch.randn(3, D)
+    record, pair, y = Record(x=x), Input(2.0, x), torch.randn(3, 2)
+    for batch in (record, pair):
+        K = KFACLinearOperator(Whole(), nn.MSELoss(), None, [(batch, y)], fisher_type="type-2")
+        assert K.trace() > 0
+    assert record["x"] is x
+    assert pair.x is x
+
+
+class Whole(nn.Linear):
+    """Takes a whole batch of either kind."""
+
+    def __init__(self) -> None:
+        super().__init__(D, 2)
+
+    def forward(self, batch: Record | Input) -> Tensor:
+        return super().forward(batch["x"] if isinstance(batch, Record) else batch.x * batch.scale)
 
 
 def test_R11_full_backward_hooks_that_log_change_nothing() -> None:

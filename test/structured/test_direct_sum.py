@@ -10,6 +10,7 @@ import pytest
 import torch
 from operator_cases import F64, NAMES, SHAPES, direct_sum, normal, psd
 
+from curvops import Identity
 from curvops.structured import Diagonal, DirectSum, Kronecker, Part, Placement, Slot, from_state_dict
 from curvops.testing import check_closed_forms, check_operator
 
@@ -202,3 +203,13 @@ def test_R10_labels_default_to_names() -> None:
     found = []
     op.inverse(lambda label: found.append(label) or 0.1)
     assert found == ["fc.weight, fc.bias"]
+
+
+def test_R10_a_multiple_of_the_identity_may_come_first() -> None:
+    op, dense = direct_sum()
+    identity = Identity(op)
+    for shifted, c in ((0.3 * identity + op, 0.3), (identity + op, 1.0)):
+        check_closed_forms(shifted, dense + c * torch.eye(len(dense), dtype=F64))
+    assert torch.equal((identity + 0.3 * identity).diagonal(), torch.full((len(dense),), 1.3, dtype=F64))
+    with pytest.raises(TypeError, match="Cannot add operators"):
+        0.3 * Identity(op, dtype=torch.float32) + op
