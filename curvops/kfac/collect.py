@@ -102,8 +102,8 @@ class Collector(Generic[S]):
             num_data = self._num_data(X, output)
             vectors = Vectors(self.fisher, view, self._offset + self.counts.output_rows)
             batch = Batch(uses, output, vectors, num_data, view.N * view.T // num_data)
-            self.statistic.merge(self.sharing.feed(batch, find_sites(uses, self._separate), self._make))
             self._dense_blocks(batch, leaves)
+            self.statistic.merge(self.sharing.feed(batch, find_sites(uses, self._separate), self._make))
         self._count(view, num_data, output)
 
     def _supported(self, recorder: Recorder) -> list[Use]:

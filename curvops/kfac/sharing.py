@@ -48,7 +48,7 @@ class Sharing:
         seen = Observation(sites, batch.num_data, dict.fromkeys(batch.uses))
         if self.fisher.mixes_freely and not self.by_datum:
             self.levels.append("free")
-            return _feed(make(), seen, batch, map(batch.vectors.all, range(self._count(batch))))
+            return _feed_and_forget(make(), seen, batch, self._count(batch))
         for level in self._hypotheses(batch):
             statistic = self._try(level, batch, seen, make)
             if statistic is not None:
@@ -159,12 +159,25 @@ def _feed(statistic: Statistic, seen: Observation, batch: Batch, vectors: Iterab
     return statistic
 
 
+def _feed_and_forget(statistic: Statistic, seen: Observation, batch: Batch, count: int) -> Statistic:
+    """Feed a statistic for good: inputs and graph go as soon as they are used, as they do in training."""
+    statistic.on_inputs(seen)
+    for use in batch.uses:
+        use.forget_input()
+    for i in range(count):
+        _pass(batch, batch.vectors.all(i), seen, statistic, keep=i < count - 1)
+    statistic.close(seen)
+    return statistic
+
+
 def _pass(
     batch: Batch,
     vector: Tensor,
     seen: Observation,
     statistic: Statistic | None,
     note: Callable[[Use, Tensor], None] | None = None,
+    *,
+    keep: bool = True,
 ) -> None:
     """Send one vector back and hand every gradient, as it comes, to the statistic and to ``note``."""
 
@@ -174,7 +187,7 @@ def _pass(
         if statistic is not None:
             statistic.on_cotangent(seen, use, gradient)
 
-    batch.backward(vector, visit)
+    batch.backward(vector, visit, keep=keep)
     if statistic is not None:
         statistic.on_pass_end(seen)
 

@@ -76,6 +76,10 @@ class Use:
             )
         return self.x.detach()
 
+    def forget_input(self) -> None:
+        """Let the input go; its shape stays."""
+        self.x = torch.empty_like(self.x, device="meta")
+
 
 @dataclass(frozen=True)
 class Unsupported:

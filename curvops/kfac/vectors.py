@@ -120,11 +120,12 @@ class Batch:
     num_data: int
     terms: int
 
-    def backward(self, vector: Tensor, visit: Callable[[Use, Tensor], None]) -> None:
+    def backward(self, vector: Tensor, visit: Callable[[Use, Tensor], None], *, keep: bool = True) -> None:
         """Send ``vector`` back; call ``visit`` with every use and the gradient of its output as soon as it is there.
 
         Weight gradients are never formed, and a gradient lives no longer than in training: uses that lie on the way to
-        others are visited by hooks on their nodes, and autograd is asked for the others only.
+        others are visited by hooks on their nodes, and autograd is asked for the others only. Without ``keep`` it is the last
+        pass: the graph goes, too.
         """
         if not self.uses or not self.output.requires_grad:
             return
@@ -132,7 +133,7 @@ class Batch:
         handles = [use.edge.node.register_prehook(partial(_arrived, use, visit)) for use in between]
         try:
             edges = [use.edge for use in last]
-            grads = torch.autograd.grad(self.output, edges, vector, retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(self.output, edges, vector, retain_graph=keep, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
