@@ -34,7 +34,8 @@ class Estimate:
         blocks: Factors of every Kronecker block: ``A`` a mean over its rows, ``B`` on the scale of the risk.
         dense: Blocks of parameters that no rule covers.
         normalizer: What a mean loss divides by over the data.
-        num_data: Number of data.
+        num_data: Number of data; an average of numbers where estimates were averaged.
+        seen: Number of data that were ever read: where the random draws of further data begin.
         notes: What to say of a parameter, beyond its block.
     """
 
@@ -46,6 +47,7 @@ class Estimate:
     dense: dict[str, Tensor]
     normalizer: float
     num_data: float
+    seen: int
     notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -62,7 +64,7 @@ class Estimate:
         for b in blocks:
             if b.A is not None:
                 b.A.div_(b.rows)
-        return cls(options, shapes, like.dtype, like.device, blocks, dense, counts.normalizer, counts.num_data, notes)
+        return cls(options, shapes, like.dtype, like.device, blocks, dense, counts.normalizer, counts.num_data, counts.output_rows, notes)
 
     # ---- combining -------------------------------------------------------------------------
     def merged(self, other: Estimate) -> Estimate:
@@ -97,6 +99,7 @@ class Estimate:
             dense=dense,
             normalizer=u * self.normalizer + v * other.normalizer,
             num_data=u * self.num_data + v * other.num_data,
+            seen=self.seen + other.seen,
             notes=notes,
         )
 
@@ -197,6 +200,7 @@ class Estimate:
             "dense": dict(self.dense),
             "normalizer": self.normalizer,
             "num_data": self.num_data,
+            "seen": self.seen,
             "notes": dict(self.notes),
         }
 
@@ -219,6 +223,7 @@ class Estimate:
             dict(state["dense"]),
             state["normalizer"],
             state["num_data"],
+            state["seen"],
             dict(state["notes"]),
         )
 

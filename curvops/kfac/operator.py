@@ -150,7 +150,7 @@ class KFACLinearOperator(DirectSum):
         if self._risk is None:
             raise ValueError("This operator was loaded without its model; build one from the new data and merge it.")
         data, decay = self._risk.checked_data(data), float(decay)
-        offset = int(self._estimate.num_data)
+        offset = self._estimate.seen
         self._adopt(self._estimate.averaged(_pass(self._risk, self._estimate.options, data, offset), decay))
         return self
 

@@ -52,6 +52,14 @@ def test_R10_update_averages_factors(reduction):
             assert relative_error(getattr(block, role), want) < 1e-12
 
 
+def test_R4_updates_on_the_same_data_draw_anew():
+    model, loss, data = net(), nn.CrossEntropyLoss(), batches(4)
+    K = KFACLinearOperator(model, loss, None, data)
+    draws = [K.update(data, decay=0.0).factors["2.weight"].output.clone() for _ in range(3)]
+    for i in range(3):
+        assert relative_error(draws[i], draws[i - 1]) > 1e-3  # other draws for the same data
+
+
 def test_R10_estimates_that_differ_in_kind_do_not_combine():
     model, loss, data = net(), nn.CrossEntropyLoss(), batches(4)
     K = KFACLinearOperator(model, loss, None, data, fisher_type="type-2")
