@@ -64,7 +64,18 @@ class Estimate:
         for b in blocks:
             if b.A is not None:
                 b.A.div_(b.rows)
-        return cls(options, shapes, like.dtype, like.device, blocks, dense, counts.normalizer, counts.num_data, counts.output_rows, notes)
+        return cls(
+            options,
+            shapes,
+            like.dtype,
+            like.device,
+            blocks,
+            dense,
+            counts.normalizer,
+            counts.num_data,
+            counts.output_rows,
+            notes,
+        )
 
     # ---- combining -------------------------------------------------------------------------
     def merged(self, other: Estimate) -> Estimate:
