@@ -29,7 +29,7 @@ _VIEWS = frozenset(
     "squeeze unsqueeze contiguous chunk split split_with_sizes tensor_split unbind narrow select __getitem__".split()
 )
 #: Functions whose result holds the entries of their first argument in the same arrangement.
-_CASTS = frozenset("to type float double half bfloat16 type_as clone cpu cuda alias view_as_same".split())
+_CASTS = frozenset("to type float double half bfloat16 type_as clone cpu cuda alias".split())
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 
 

@@ -143,7 +143,7 @@ class Sharing:
 
     def _count(self, batch: Batch) -> int:
         """Vectors per unit that the statistic takes in."""
-        return 0 if self.fisher.kind == "forward-only" else batch.vectors.count
+        return batch.vectors.count if self.fisher.back_propagates else 0
 
     def _per_unit(self, level: str, batch: Batch) -> int:
         """Vectors of a unit of ``level``: a datum has those of all its terms."""

@@ -36,9 +36,14 @@ class Fisher:
         return "term" if self.kind in ("type-2", "empirical-per-term") else "datum"
 
     @property
+    def back_propagates(self) -> bool:
+        """Whether there are output factors to form; without, a vector only finds out which rows belong to which datum."""
+        return self.kind != "forward-only"
+
+    @property
     def mixes_freely(self) -> bool:
         """Random vectors with mean zero have no cross terms in expectation, so all data may share them."""
-        return self.kind in ("mc", "signs", "forward-only")
+        return self.kind in ("mc", "signs") or not self.back_propagates
 
 
 class Vectors:
@@ -100,7 +105,7 @@ class Vectors:
             return self._view.sample(self.fisher.seed, self._data, i) / sqrt(self.fisher.samples)
         if self.fisher.kind == "signs":
             return self._view.signs(self.fisher.seed, self._data, i) / sqrt(self.fisher.samples)
-        return self._noise if self.fisher.kind == "forward-only" else self._view.gradient()
+        return self._view.gradient() if self.fisher.back_propagates else self._noise
 
 
 @dataclass(eq=False)
