@@ -40,8 +40,9 @@ def add_outer_(A: Tensor, X: Tensor) -> bool:
     Returns:
         Whether only the block upper triangle was filled, so that ``mirror_`` must complete it.
     """
-    # Halving pays for long products only: mirroring costs, and where cores are shared eight short calls wait longer than one.
-    if A.shape[-1] < 256 or X.shape[-1] < 512:
+    # Block rows pay for large products only: mirroring costs, and four short calls wait longer than one.
+    d, length = X.shape[-2:]
+    if d < 256 or d * d * length < 2**25:
         A.baddbmm_(X, X.mT)
         return False
     for rows in block_rows(A.shape[-1]):
