@@ -23,6 +23,7 @@ check: $(VENV)/.ready-test
 bench: $(VENV)/.ready-bench
 	$(BIN)/python bench/correctness.py --write
 	$(BIN)/python bench/kfac.py --write
+	$(BIN)/python bench/ekfac.py --write
 
 # One stamp per extra: set-up is repeated only when what it installs has changed.
 $(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python

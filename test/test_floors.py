@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
     {"_operator", "_algebra", "_forms", "_communicator", "_random", "_linalg", "_scalars", "structured"},
     {"_params", "_traceless", "risk", "losses", "inverse", "estimators", "kfac.rules"},
     {f"kfac.{room}" for room in "_autograd recorder sites tied vectors schedule sharing".split()}
-    | {f"kfac.{room}" for room in "uses statistics rotation collect".split()},
+    | {f"kfac.{room}" for room in "uses statistics rotation collect gradients reducers rank_one".split()},
     {"kfac", "hessian", "ggn", "fisher", "jacobian", "diagonal_ggn", "activations", "interaction_basis"},
     {"optim", "distributed", "report", "testing", "viz", "__main__"},
 ]

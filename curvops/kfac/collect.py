@@ -55,6 +55,7 @@ class Collector(Generic[S]):
         separate: Whether a bias is a block of its own.
         policy: What to do with parameters that no rule covers: ``"raise"``, ``"exact"``, ``"diagonal"`` or ``"zero"``.
         offset: Index of the first datum, for the random draws.
+        regular: Whether rows must be in a regular order where the statistic needs to know them by datum.
 
     Attributes:
         statistic: The statistic of all data.
@@ -73,10 +74,11 @@ class Collector(Generic[S]):
         separate: bool,
         policy: str,
         offset: int = 0,
+        regular: bool = True,
     ) -> None:
         self._risk, self._make, self._separate, self._policy = risk, make, separate, policy
         self._offset, self._replaced = offset, risk.replaced
-        self.fisher, self.sharing = fisher, Sharing(fisher, by_datum)
+        self.fisher, self.sharing = fisher, Sharing(fisher, by_datum, regular)
         self.statistic, self.dense, self.counts = make(), DenseBlocks(policy), Counts()
 
     def run(self, data: Iterable[tuple[Any, Any]] | None = None) -> Collector[S]:
@@ -143,7 +145,7 @@ class Collector(Generic[S]):
         found = self._risk.batch_size(X, output)
         if found is not None:
             return found
-        if self.sharing.by_datum or self.fisher.kind == "empirical":
+        if (self.sharing.by_datum and self.sharing.regular) or self.fisher.kind == "empirical":
             raise ValueError(
                 f"The prediction has {output.shape[0]} entries on its first axis, which is not the number of data that X "
                 "suggests; pass batch_size_fn, a function from X to its number of data."

@@ -14,13 +14,16 @@ from curvops._operator import LinearOperator
 from curvops._scalars import accumulation_dtype
 from curvops.kfac.collect import Collector
 from curvops.kfac.sites import slot_key
-from curvops.kfac.statistics import Factors, Sums
+from curvops.kfac.statistics import Sums
 from curvops.kfac.tied import is_turned, nearest_kronecker
 from curvops.structured.dense import Dense
 from curvops.structured.diagonal import Diagonal
 from curvops.structured.direct_sum import Part
+from curvops.structured.eigen import Eigen
 from curvops.structured.kronecker import Kronecker
 from curvops.structured.placement import Placement, Slot
+
+_STRUCTURES = {"EKFAC": "eigen", "GGNDiagonal": "diagonal", "GGNUnitWise": "unit-wise"}
 
 
 @dataclass(eq=False)
@@ -51,19 +54,21 @@ class Estimate:
     notes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_pass(cls, collected: Collector[Factors], shapes: dict, like: Tensor, options: dict[str, Any]) -> Estimate:
-        """Take over what a pass collected."""
+    def from_pass(
+        cls, collected: Collector[Any], blocks: list[Sums], shapes: dict, like: Tensor, options: dict[str, Any]
+    ) -> Estimate:
+        """Take over what a pass collected, and the blocks that were made of it."""
         counts = collected.counts
         notes = {n: "never reached by a prediction" for n in shapes if n not in counts.reached}
         notes |= {u.name: f"{u.function}: {u.reason}" for u in counts.unsupported.values()}
-        blocks, dense = list(collected.statistic.sums.values()), dict(collected.dense.sums)
+        dense = dict(collected.dense.sums)
         scale = _scale(options["reduction"], counts.normalizer)
         # Means are formed here, once and in place; a bias alone may share its factor with its weight.
         for t in {id(t): t for t in (*(b.B for b in blocks), *dense.values()) if t is not None}.values():
             t.mul_(scale)
         for b in blocks:
             if b.A is not None:
-                b.A.div_(b.rows)
+                b.A.div_(b.rows or 1.0)
         return cls(
             options,
             shapes,
@@ -76,6 +81,11 @@ class Estimate:
             counts.output_rows,
             notes,
         )
+
+    @property
+    def scale(self) -> float:
+        """What sums over the data are multiplied by."""
+        return _scale(self.options["reduction"], self.normalizer)
 
     # ---- combining -------------------------------------------------------------------------
     def merged(self, other: Estimate) -> Estimate:
@@ -94,7 +104,7 @@ class Estimate:
         """Combine with given weights of input factors (``None``: by their rows) and of output factors."""
         self._check_same(other)
         u, v = inputs or (1.0, 1.0)
-        old, new = ({_block_key(b.placement): b for b in e.blocks} for e in (self, other))
+        old, new = ({block_key(b.placement): b for b in e.blocks} for e in (self, other))
         blocks = [_combine(old.get(k), new.get(k), inputs, outputs) for k in {**old, **new}]
         names = {**self.dense, **other.dense}
         dense = {n: _weighted(self.dense.get(n), other.dense.get(n), *outputs) for n in names}
@@ -129,12 +139,17 @@ class Estimate:
         for label, (sums, *turned) in self.labelled().items():
             for slot in sums.placement.slots:
                 covered[slot.name].take(slot)
-            parts.append(Part(sums.placement, self._kronecker(label, sums, *turned)))
+            parts.append(Part(sums.placement, self._operator(label, sums, *turned)))
         for name in self.dense:
             place = _whole(name, self.shapes[name])
             covered[name].take(place.slots[0])
             parts.append(Part(place, self._dense(name)))
         return parts + [self._zero(n, e.free()) for n, e in covered.items() if e.count < e.numel]
+
+    @property
+    def structure(self) -> str:
+        """What a block is: ``"kronecker"``, ``"eigen"``, ``"diagonal"`` or ``"unit-wise"``."""
+        return _STRUCTURES.get(self.options["kind"], "kronecker")
 
     def labelled(self) -> dict[str, list[Sums]]:
         """Return the blocks by label: the name of their first parameter, numbered where it has several blocks.
@@ -153,7 +168,23 @@ class Estimate:
         labels = [n if names.count(n) == 1 else f"{n}[{names[:i].count(n)}]" for i, n in enumerate(names)]
         return dict(zip(labels, groups, strict=True))
 
-    def _kronecker(self, label: str, sums: Sums, *turned: Sums) -> Kronecker:
+    def _operator(self, label: str, sums: Sums, *turned: Sums) -> LinearOperator:
+        shape, structure = sums.placement.shape, self.structure
+        if structure == "kronecker":
+            return Kronecker(*self.pair(label, sums, *turned), shape=shape, label=label, dtype=self.dtype)
+        found = sums.values if structure == "eigen" else sums.B
+        if not torch.isfinite(found).all():
+            raise ValueError(
+                f"Block {label!r}: its squared gradients have NaN or infinite entries; rescale the data, or use float64."
+            )
+        if structure == "eigen":
+            return Eigen(*sums.basis, sums.values, label=label, dtype=self.dtype)
+        if structure == "diagonal":
+            return Diagonal(sums.B, label=label, dtype=self.dtype)
+        return Dense(sums.B.flatten(0, 1), domain=(shape,), label=label, dtype=self.dtype)
+
+    def pair(self, label: str, sums: Sums, *turned: Sums) -> tuple[Tensor, Tensor | None]:
+        """Return the factors ``(B, A)`` of a block."""
         B, A = self._pair(sums, label)
         for other in turned:
             # B2 ⊗ A2 on the transpose is A2 ⊗ B2 on the weight.
@@ -161,7 +192,9 @@ class Estimate:
             assert A is not None
             assert A2 is not None
             B, A = nearest_kronecker((B, A), (A2, B2))
-        return Kronecker(B, A, shape=sums.placement.shape, label=label, dtype=self.dtype)
+        if self.options["kind"] == "TNT":  # both factors have the trace of the block
+            A = A / A.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(A.dtype).tiny)[:, None, None]
+        return B, A
 
     def _pair(self, sums: Sums, label: str) -> tuple[Tensor, Tensor | None]:
         G, o, _ = sums.placement.shape
@@ -198,7 +231,15 @@ class Estimate:
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, numbers, strings and lists only."""
         blocks = [
-            {"placement": b.placement.state_dict(), "uses": list(b.uses), "A": b.A, "B": b.B, "rows": b.rows}
+            {
+                "placement": b.placement.state_dict(),
+                "uses": list(b.uses),
+                "A": b.A,
+                "B": b.B,
+                "rows": b.rows,
+                "basis": b.basis and list(b.basis),
+                "values": b.values,
+            }
             for b in self.blocks
         ]
         return {
@@ -221,12 +262,20 @@ class Estimate:
         if state.get("version") != 1:
             raise ValueError(f"state_dict: found version {state.get('version')!r}, expected 1.")
         blocks = [
-            Sums(Placement.from_state_dict(b["placement"]), tuple(b["uses"]), b["A"], b["B"], b["rows"])
+            Sums(
+                Placement.from_state_dict(b["placement"]),
+                tuple(b["uses"]),
+                b["A"],
+                b["B"],
+                b["rows"],
+                basis=b.get("basis") and tuple(b["basis"]),
+                values=b.get("values"),
+            )
             for b in state["blocks"]
         ]
         tensors = [t for b in blocks for t in (b.A, b.B) if t is not None] + list(state["dense"].values())
         return cls(
-            dict(state["options"]),
+            {"kind": "KFAC", **state["options"]},
             {n: tuple(s) for n, s in state["shapes"].items()},
             getattr(torch, state["dtype"]),
             tensors[0].device if tensors else torch.device(state["device"]),
@@ -269,7 +318,8 @@ def _weighted(a: Tensor | None, b: Tensor | None, u: float, v: float) -> Tensor 
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _block_key(placement: Placement) -> tuple:
+def block_key(placement: Placement) -> tuple:
+    """Identify a block across estimates."""
     return tuple((slot_key(s.name, prod(s.shape), s.index), s.transposed) for s in placement.slots)
 
 

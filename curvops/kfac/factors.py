@@ -17,7 +17,8 @@ class BlockFactors:
     """One block: ``output ⊗ input`` in row-major ``vec(W)``, or another kind of matrix.
 
     Attributes:
-        kind: ``"kronecker"``, ``"dense"``, ``"diagonal"`` or ``"zero"``.
+        kind: ``"kronecker"``, ``"eigen"`` (Kronecker factors whose eigenvalues are corrected), ``"dense"``, ``"diagonal"`` or
+            ``"zero"``.
         input: Input factor ``A [d_in, d_in]``, with groups ``[G, d_in, d_in]``; ``None`` for a bias alone and for other kinds.
             The bias of a joint block is the last row and column.
         output: Output factor ``B [d_out, d_out]``, with groups ``[G, d_out, d_out]``; ``None`` for other kinds.
@@ -37,11 +38,18 @@ class BlockFactors:
         return self.operator.to_dense()
 
 
-def factors_of(part: Part) -> BlockFactors:
-    """Read the factors of a part; the tensors are the operator's own."""
+def factors_of(part: Part, pair: tuple[Tensor, Tensor | None] | None = None) -> BlockFactors:
+    """Read the factors of a part; the tensors are the operator's own.
+
+    Args:
+        part: The part.
+        pair: ``(B, A)``, where the part's operator does not hold them.
+    """
     op, names = part.operator, part.placement.names
     if isinstance(op, Kronecker):
         return BlockFactors("kronecker", _ungrouped(op.A), _ungrouped(op.B), names, op)
+    if pair is not None:
+        return BlockFactors("eigen", _ungrouped(pair[1]), _ungrouped(pair[0]), names, op)
     kind = type(op).__name__.lower()
     if kind == "diagonal" and not torch.count_nonzero(op.diagonal()):
         kind = "zero"

@@ -16,6 +16,8 @@ from curvops.kfac.uses import Use
 
 #: Below this fraction a defect is rounding. A coupling that weak would change the factors by as little.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+#: Scalars of a row, over its passes.
+_SCALARS = 8
 
 
 class Rotations:
@@ -29,6 +31,7 @@ class Rotations:
     def __init__(self, units: int, vectors: int, seed: int, device: torch.device) -> None:
         self.units, self.vectors = units, vectors
         self.passes = vectors + (units > 1)  # a single unit has nobody to be mistaken for
+        self.fed = self.passes  #: passes that a statistic takes in
         w = torch.randn(units, vectors + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         self._w = (w / w.norm(dim=1, keepdim=True)).to(device) if units > 1 else torch.zeros_like(w, device=device)
         self._twice = -2 * self._w
@@ -47,17 +50,46 @@ class Rotations:
         return column
 
 
+class Combinations(Rotations):
+    """The vectors as they are, and in one more pass a random combination of them, for statistics whose passes are dear.
+
+    The last pass only proves: a row that belongs to unit ``u`` alone receives the combination of what it received before,
+    with coefficients ``r_u`` of that unit. No two units have nearly the same coefficients.
+    """
+
+    def __init__(self, units: int, vectors: int, seed: int, device: torch.device) -> None:
+        super().__init__(units, vectors, seed, device)
+        self.fed = vectors
+        generator = torch.Generator().manual_seed(seed)
+        order, jitter = (torch.rand(units, vectors, generator=generator, dtype=torch.float64) for _ in range(2))
+        self._r = (0.5 + (order.argsort(0) + jitter / 2) / units).to(device)
+
+    def row(self, p: int) -> Tensor:
+        """Return how pass ``p`` combines the vectors of every unit: ``[U, V]``."""
+        if p == self.vectors:
+            return self._r
+        one = torch.zeros_like(self._r)
+        one[:, p] = 1
+        return one
+
+    def null(self) -> Tensor:
+        """Return ``(r_u, -1)`` for every unit: ``[V + 1, U]``."""
+        return torch.cat([self._r, -torch.ones_like(self._r[:, :1])], 1).T
+
+
 class Consistency:
-    """Notes one scalar for each row and pass, and concludes.
+    """Notes a few scalars for each row and pass, and concludes.
 
     Args:
         uses: The uses of the batch.
         by_position: Tell the positions of a row apart, too.
         seed: Seed of the projections.
+        vectors: Vectors of a unit. Scalars of few passes may all be small by chance, and their rounding errors are not: then
+            more are noted for each pass.
     """
 
-    def __init__(self, uses: list[Use], by_position: bool, seed: int) -> None:
-        self._uses, self._by_position = uses, by_position
+    def __init__(self, uses: list[Use], by_position: bool, seed: int, vectors: int = _SCALARS) -> None:
+        self._uses, self._by_position, self._scalars = uses, by_position, -(-_SCALARS // vectors)
         self._generator = torch.Generator().manual_seed(seed)
         self._directions: dict[Use, Tensor] = {}
         self._passes: dict[Use, list[Tensor | None]] = {u: [] for u in uses}
@@ -81,20 +113,20 @@ class Consistency:
         return True
 
     def _rows(self, use: Use, passes: list[Tensor | None]) -> Tensor:
-        """Return ``[P, R]``; rows that a pass did not reach are zero."""
+        """Return ``[P, R, scalars]``; rows that a pass did not reach are zero."""
         reached = [p for p in passes if p is not None]
         M, S = use.form.extent(use.x)
-        nothing = reached[0] if reached else use.x.detach().new_zeros(M * S if self._by_position else M)
+        nothing = reached[0] if reached else use.x.detach().new_zeros(M * S if self._by_position else M, 1)
         return torch.stack([torch.zeros_like(nothing) if p is None else p for p in passes])
 
     def _project(self, use: Use, c: Tensor) -> Tensor:
         G, _, S, o = c.shape
         if self._by_position:
             if use not in self._directions:
-                self._directions[use] = self._noise((G, o), c)
-            return torch.einsum("gmso,go->ms", c, self._directions[use]).flatten()
+                self._directions[use] = self._noise((G, o, self._scalars), c)
+            return torch.einsum("gmso,gok->msk", c, self._directions[use]).flatten(0, 1)
         if use not in self._directions:
-            self._directions[use] = self._noise((G * S * o,), c)
+            self._directions[use] = self._noise((G * S * o, self._scalars), c)
         # Entries in the order of memory, so that the product needs no copy.
         _, *strides = c.transpose(0, 1).stride()
         order = sorted((0, 2, 3), key=lambda axis: -strides[(0, 2, 3).index(axis)])
@@ -108,6 +140,6 @@ def _fits(rows: Tensor, layout: Layout, rotations: Rotations) -> bool:
     if rows.dtype not in _TOLERANCE:
         return False
     null = rotations.null()
-    split = rows.reshape(len(rows), layout.outer, rotations.units, layout.inner).to(null.dtype)
-    defect = torch.einsum("paub,pu->aub", split, null).flatten().abs()
-    return bool((defect <= _TOLERANCE[rows.dtype] * torch.linalg.vector_norm(rows, dim=0)).all())
+    split = rows.reshape(len(rows), layout.outer, rotations.units, layout.inner, -1).to(null.dtype)
+    defect = torch.einsum("paubk,pu->aubk", split, null).flatten(0, 2).abs().amax(1)
+    return bool((defect <= _TOLERANCE[rows.dtype] * torch.linalg.vector_norm(rows, dim=(0, 2))).all())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from curvops.kfac.rotation import Consistency, Rotations
+from curvops.kfac.rotation import Combinations, Consistency, Rotations
 from curvops.kfac.schedule import Layout, antichain, find_layout, is_owned, vector_indices
 from curvops.kfac.sites import Site
 from curvops.kfac.statistics import Observation, Statistic
@@ -29,6 +29,8 @@ class Sharing:
     Args:
         fisher: The kind of Fisher.
         by_datum: Whether the statistic needs to know which rows belong to which datum.
+        regular: Whether it also needs to know the rows that no gradient reaches, in a regular order; if not, it does with
+            one unit at a time where rows are in no regular order.
 
     Attributes:
         level: What the last batch allowed.
@@ -38,6 +40,7 @@ class Sharing:
 
     fisher: Fisher
     by_datum: bool
+    regular: bool = True
     level: str = ""
     layouts: Layouts | None = None
     levels: list[str] = field(default_factory=list)
@@ -62,7 +65,7 @@ class Sharing:
 
     def _hypotheses(self, batch: Batch) -> list[str]:
         """From the cheapest to the safest; ``"none"`` is always true."""
-        by_term = self.fisher.unit == "term" and not self.by_datum
+        by_term = self.fisher.unit == "term" and not (self.by_datum and self.regular)
         levels = ["terms", "data"] if by_term and batch.terms > 1 else ["data"]
         if self.level == "none":
             return []
@@ -71,12 +74,16 @@ class Sharing:
     def _try(self, level: str, batch: Batch, seen: Observation, make: Feeding) -> Statistic | None:
         """Feed a statistic under a hypothesis; return ``None`` if it proves wrong."""
         if self.by_datum:
-            if (self.layouts is None or not _fit(self.layouts, batch)) and not self._look(level, batch):
+            seen.num_data = _units(level, batch)
+            if not self._assume(level, batch):
                 return None
             seen.layouts = self._by_use(batch)
         statistic, consistent = self._feed_rotated(level, batch, seen, make())
         if consistent:
             return statistic
+        if self.by_datum and level == "terms":
+            self.layouts = None
+            return None
         # Wrong, or too irregular or too coarse in precision for that proof: look closer.
         if not self._look(level, batch):
             return None
@@ -85,9 +92,18 @@ class Sharing:
         by_term = level == "data" and self.fisher.unit == "term"
         return self._feed_at(batch, seen, make(), each_datum=False, each_term=by_term)
 
+    def _assume(self, level: str, batch: Batch) -> bool:
+        """Take layouts for granted until they are proved: those of the last batch, units first, or what a probe finds."""
+        units = _units(level, batch)
+        if self.layouts is None or not _fit(self.layouts, batch, units):
+            self.layouts = None if self.regular else _units_first(batch, units)
+        return self.layouts is not None or (level == "data" and self._look(level, batch))
+
     def _look(self, level: str, batch: Batch) -> bool:
         """Probe whether units share rows; where the statistic needs to know, take note of the layouts."""
         separate, self.layouts, silent = _probe(level, batch)
+        if separate and self.by_datum and not self.regular:
+            return None not in self.layouts
         if separate and self.by_datum:
             _check_regular(self.layouts, batch)
             self._check_guesses(batch, silent)
@@ -114,25 +130,38 @@ class Sharing:
     ) -> tuple[Statistic, bool]:
         """Feed the statistic in passes that prove on the way what they assume; say whether they did."""
         vectors, seed = batch.vectors, self.fisher.seed
-        units = batch.num_data * (batch.terms if level == "terms" else 1)
-        rotations = Rotations(units, self._per_unit(level, batch), seed, batch.output.device)
-        consistency = Consistency(batch.uses, level == "terms" and batch.terms > 1, seed)
+        kind = Combinations if self.by_datum else Rotations
+        rotations = kind(_units(level, batch), self._per_unit(level, batch), seed, batch.output.device)
+        by_position = level == "terms" and batch.terms > 1 and not self.by_datum
+        consistency = Consistency(batch.uses, by_position, seed, rotations.vectors)
         statistic.on_inputs(seen)
         for p in range(rotations.passes):
-            coefficients = rotations.row(p).reshape(batch.num_data, -1, vectors.count).expand(-1, batch.terms, -1)
+            fed = statistic if self._count(batch) and p < rotations.fed else None
+            if self.by_datum and p < rotations.fed:
+                vector = self._plain(p, level, batch)
+            else:
+                rows = rotations.row(p).reshape(batch.num_data, -1, vectors.count)
+                vector = vectors.combined(rows.expand(-1, batch.terms, -1))
             consistency.begin()
-            _pass(
-                batch, vectors.combined(coefficients), seen, statistic if self._count(batch) else None, consistency.note
-            )
+            _pass(batch, vector, seen, fed, consistency.note)
         statistic.close(seen)
         assumed = tuple(seen.layouts[u] for u in batch.uses) if self.by_datum else None
         return statistic, consistency.holds(rotations, assumed)
 
+    def _plain(self, p: int, level: str, batch: Batch) -> Tensor:
+        """Return the ``p``-th vector of every unit."""
+        term, v = divmod(p, batch.vectors.count)
+        if self._per_unit(level, batch) == batch.vectors.count:
+            return batch.vectors.all(v)
+        index = torch.full((batch.num_data, batch.terms), -1, dtype=torch.long)
+        index[:, term] = v
+        return batch.vectors.at(index)
+
     def _feed_singly(self, batch: Batch, seen: Observation, statistic: Statistic) -> Statistic:
         """Feed the statistic one unit and vector at a time."""
-        seen.single = True
-        if self.by_datum:
-            if self.layouts is None or not _fit(self.layouts, batch):
+        seen.single, seen.num_data = True, batch.num_data
+        if self.by_datum and self.regular:
+            if self.layouts is None or not _fit(self.layouts, batch, batch.num_data):
                 _, self.layouts, _ = _probe("data", batch)
             seen.layouts = self._by_use(batch)
         return self._feed_at(batch, seen, statistic, each_datum=True, each_term=self.fisher.unit == "term")
@@ -192,12 +221,23 @@ def _pass(
         statistic.on_pass_end(seen)
 
 
-def _fit(layouts: Layouts, batch: Batch) -> bool:
+def _units(level: str, batch: Batch) -> int:
+    """Units that share a pass."""
+    return batch.num_data * (batch.terms if level == "terms" else 1)
+
+
+def _units_first(batch: Batch, units: int) -> Layouts | None:
+    """Return the layouts of a model that keeps units on the first axis, if sizes allow."""
+    rows = [u.form.extent(u.x)[0] for u in batch.uses]
+    return None if any(M % units for M in rows) else tuple(Layout(1, M // units) for M in rows)
+
+
+def _fit(layouts: Layouts, batch: Batch, units: int) -> bool:
     """Whether the layouts of another batch are possible here."""
     if len(layouts) != len(batch.uses):
         return False
     extents = (u.form.extent(u.x) for u in batch.uses)
-    return all(lay is not None and lay.rows(batch.num_data) == M for lay, (M, _) in zip(layouts, extents, strict=True))
+    return all(lay is not None and lay.rows(units) == M for lay, (M, _) in zip(layouts, extents, strict=True))
 
 
 def _probe(level: str, batch: Batch) -> tuple[bool, Layouts, list[bool]]:

@@ -81,6 +81,8 @@ class Sums:
         placement: Where the parameters sit in the block.
         uses: Operations that consume the block in one forward pass.
         partial: Only the upper triangle of ``B`` is filled.
+        basis: Eigenvectors of ``B`` and ``A``, where eigenvalues are corrected.
+        values: Corrected eigenvalues ``[G, d_out, d_in]``.
     """
 
     placement: Placement
@@ -89,6 +91,8 @@ class Sums:
     B: Tensor | None = None
     rows: float = 0.0
     partial: bool = False
+    basis: tuple[Tensor | None, Tensor | None] | None = None
+    values: Tensor | None = None
 
 
 class Factors:

@@ -28,7 +28,7 @@ class Treatment:
 
     Attributes:
         name, shape: The parameter.
-        kind: ``"kronecker"``, ``"exact"``, ``"diagonal"``, ``"zero"`` or ``"unsupported"``.
+        kind: ``"kronecker"``, ``"eigen"``, ``"exact"``, ``"diagonal"``, ``"unit-wise"``, ``"zero"`` or ``"unsupported"``.
         detail: Operations, factor sizes, what shares the block, what is approximate.
         assumed: Concluded from module types, without a forward pass.
     """
@@ -117,12 +117,13 @@ def _observed(risk: EmpiricalRisk) -> tuple[Recorder, frozenset[str]]:
 
 def treatments(estimate: Estimate) -> Explanation:
     """Say what became of every parameter of an estimate."""
-    details = _details([(b.placement, b.uses, b.A is not None) for b in estimate.blocks])
+    factored = estimate.structure in ("kronecker", "eigen")
+    details = _details([(b.placement, b.uses, b.A is not None if factored else None) for b in estimate.blocks])
     result = Explanation()
     for name, shape in estimate.shapes.items():
         note = estimate.notes.get(name, "")
         if name in details:
-            result[name] = Treatment(name, shape, "kronecker", details[name])
+            result[name] = Treatment(name, shape, estimate.structure, details[name])
         elif name in estimate.dense:
             result[name] = Treatment(name, shape, estimate.options["unsupported"], note)
         else:
@@ -130,8 +131,8 @@ def treatments(estimate: Estimate) -> Explanation:
     return result
 
 
-def _details(blocks: Sequence[tuple[Placement, tuple[str, ...], bool]]) -> dict[str, str]:
-    """Describe blocks, by parameter: where they sit, the operations, and whether they have a weight."""
+def _details(blocks: Sequence[tuple[Placement, tuple[str, ...], bool | None]]) -> dict[str, str]:
+    """Describe blocks, by parameter: where they sit, the operations, and whether they have a weight (``None``: no factors)."""
     details: dict[str, str] = {}
     for placement, functions, weighs in blocks:
         text = _block_detail(placement, functions, weighs)
@@ -143,10 +144,12 @@ def _details(blocks: Sequence[tuple[Placement, tuple[str, ...], bool]]) -> dict[
     return details
 
 
-def _block_detail(placement: Placement, functions: tuple[str, ...], weighs: bool) -> str:
+def _block_detail(placement: Placement, functions: tuple[str, ...], weighs: bool | None) -> str:
     G, o, i = placement.shape
     calls = ", ".join(f"{f} x{k}" if k > 1 else f for f, k in Counter(functions).items())
-    parts = [calls, f"A {i}x{i}, B {o}x{o}" if weighs else f"bias alone, B {o}x{o}"]
+    parts = [calls]
+    if weighs is not None:
+        parts.append(f"A {i}x{i}, B {o}x{o}" if weighs else f"bias alone, B {o}x{o}")
     if G > 1:
         parts.append(f"{G} groups")
     if len(placement.names) > 1:

@@ -12,6 +12,7 @@ from curvops.structured.direct_sum import DirectSum as DirectSum
 from curvops.structured.direct_sum import Part as Part
 from curvops.structured.eigen import Eigen as Eigen
 from curvops.structured.kronecker import Kronecker as Kronecker
+from curvops.structured.low_rank import LowRank as LowRank
 from curvops.structured.placement import Placement as Placement
 from curvops.structured.placement import Slot as Slot
 from curvops.structured.shifted import Shifted as Shifted
@@ -19,7 +20,7 @@ from curvops.structured.shifted import Shifted as Shifted
 
 def from_state_dict(state: Mapping[str, Any]) -> LinearOperator:
     """Rebuild a structured operator from its ``state_dict()``."""
-    kinds: dict[str, Any] = {c.__name__: c for c in (Dense, Diagonal, DirectSum, Eigen, Kronecker, Shifted)}
+    kinds: dict[str, Any] = {c.__name__: c for c in (Dense, Diagonal, DirectSum, Eigen, Kronecker, LowRank, Shifted)}
     if state["kind"] not in kinds:
         raise ValueError(f"Got a state of kind {state['kind']!r}, expected one of {sorted(kinds)}.")
     return kinds[state["kind"]].from_state_dict(state)

@@ -10,7 +10,7 @@ from kfac.oracle import relative_error
 from torch import nn
 
 from curvops import KFACLinearOperator
-from curvops.kfac.rotation import Rotations
+from curvops.kfac.rotation import Combinations, Rotations
 
 
 @given(st.integers(2, 40), st.integers(1, 12), st.integers(0, 5))
@@ -25,6 +25,18 @@ def test_R3_rotations_are_isometries_with_one_null_vector(units, vectors, seed):
     # Nobody else's vectors are orthogonal to it.
     cross = torch.einsum("puv,pw->uwv", E, null).norm(dim=2)
     assert cross[~torch.eye(units, dtype=torch.bool)].min() > 1e-6
+
+
+@given(st.integers(2, 40), st.integers(1, 12), st.integers(0, 5))
+def test_R3_combinations_hold_for_their_own_unit_only(units, vectors, seed):
+    R = Combinations(units, vectors, seed, torch.device("cpu"))
+    E, null = torch.stack([R.row(p) for p in range(R.passes)]), R.null()
+    assert (R.fed, R.passes) == (vectors, vectors + 1)
+    assert torch.equal(E[:vectors], torch.eye(vectors, dtype=torch.float64)[:, None].expand(-1, units, -1))
+    assert torch.einsum("puv,pu->uv", E, null).abs().max() < 1e-15
+    # Nobody else's vectors are orthogonal to it, not even nearly.
+    cross = torch.einsum("puv,pw->uwv", E, null).abs().amin(2)
+    assert cross[~torch.eye(units, dtype=torch.bool)].min() > 0.49 / units
 
 
 def test_R3_a_single_unit_needs_no_extra_pass():

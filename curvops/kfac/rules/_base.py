@@ -96,6 +96,10 @@ class Form(ABC):
             return 1, prod(shape[1:]), shape[0]
         return self.groups, shape[0] // self.groups, prod(shape[1:])
 
+    def rows(self, x: Tensor, index: slice | Tensor) -> Tensor:
+        """Map the input to some rows of ``X``, in any order of memory: ``[G, m, S, d_in]``."""
+        return self.inputs(x)[:, index]
+
     def input_gram(self, x: Tensor) -> Tensor:
         """Return ``sum_{m, s} x x'`` as ``[G, d_in, d_in]``."""
         return gram(self.inputs(x))
