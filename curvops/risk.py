@@ -165,15 +165,17 @@ class EmpiricalRisk:
 
     # ---- model ---------------------------------------------------------------
     @contextmanager
-    def leaves(self) -> Iterator[dict[str, Tensor]]:
+    def leaves(self, again: dict[str, Tensor] | None = None) -> Iterator[dict[str, Tensor]]:
         """Swap fresh leaves into the model, for forward *and* backward passes; leave everything as it was.
+
+        Leaves of an earlier call may be swapped in ``again``: their graph may recompute what checkpoints forgot.
 
         Yields a dictionary of parameters that share memory with ``params`` but nothing else: no hooks, no ``.grad``.
         Buffers are swapped for copies. The global random state is the caller's to keep (:func:`random_state_kept`).
         """
         with torch.inference_mode(False), torch.enable_grad():
             # Casting a value (never needed by the usual caller) must not become part of the graph.
-            leaves: dict[str, Tensor] = {
+            leaves: dict[str, Tensor] = again or {
                 n: nn.Parameter(plain(p.detach()), requires_grad=True) for n, p in self.params.items()
             }
             with eager(), swapped(self.model, self.params, leaves):

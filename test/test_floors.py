@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[1] / "curvops"
 
 FLOORS: list[set[str]] = [
     {"_operator", "_algebra", "_forms", "_communicator", "_random", "_linalg", "_scalars", "structured"},
-    {"_params", "_traceless", "risk", "losses", "inverse", "estimators", "kfac.rules"},
+    {"_params", "_traceless", "_linearize", "risk", "losses", "inverse", "estimators", "kfac.rules"},
     {f"kfac.{room}" for room in "_autograd recorder sites tied vectors schedule sharing".split()}
     | {f"kfac.{room}" for room in "uses statistics rotation collect gradients reducers rank_one".split()},
-    {"kfac", "hessian", "ggn", "fisher", "jacobian", "diagonal_ggn", "activations", "interaction_basis"},
+    {"kfac", "_matrix_free", "hessian", "ggn", "fisher", "jacobian", "diagonal_ggn", "activations", "interaction_basis"},
     {"optim", "distributed", "report", "testing", "viz", "__main__"},
 ]
 #: Neighbours on one floor that do not know each other.

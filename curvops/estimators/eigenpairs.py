@@ -202,7 +202,7 @@ def _lanczos(products: Operand, goal: _Goal, ncv: int, block: int) -> Eigenpairs
             done = before is not None and bool(((values[wanted] - before).abs() <= goal.tol * scale).all())
         before = values[wanted] if len(wanted) == goal.k else None
         room = N - len(V)
-        if done or room == 0 or products.count + min(block, room) > goal.limit and len(wanted) == goal.k:
+        if done or room == 0 or (products.count + min(block, room) > goal.limit and len(wanted) == goal.k):
             vectors = S[:, wanted].T.to(V) @ V
             return goal.pairs(values[wanted], vectors, residuals[wanted], scale, products)
         if len(V) + block > ncv:

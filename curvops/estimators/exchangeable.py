@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from curvops.estimators.nystrom import sketch_factor
 from torch import Tensor
 
 from curvops.estimators._basis import Basis, beyond
@@ -15,6 +14,7 @@ from curvops.estimators._sampling import Budget, Sampler, moments, run
 from curvops.estimators.estimate import Estimate
 from curvops.estimators.hutchinson import exact_diagonal, exact_trace
 from curvops.estimators.hutchpp import scaled
+from curvops.estimators.nystrom import sketch_factor
 
 #: Distances between pairs of probes whose correlation is looked at.
 _LAGS = 32

@@ -62,6 +62,15 @@ class Layout:
         """Arrange a tensor shaped like the output as ``[N, T, C]``."""
         return (t if self.axis is None else t.movedim(self.axis, -1)).reshape(self.split_shape)
 
+    def split_columns(self, t: Tensor) -> Tensor:
+        """Arrange ``K`` tensors shaped like the output, ``[K, N, ...]``, as ``[K, N, T, C]``."""
+        axis = None if self.axis is None else self.axis + 1
+        return (t if axis is None else t.movedim(axis, -1)).reshape(len(t), *self.split_shape)
+
+    def join_columns(self, t: Tensor) -> Tensor:
+        """Undo :meth:`split_columns`, in the dtype of the output."""
+        return torch.stack([self.join(column) for column in t]) if len(t) else t.new_empty(0, *self.shape)
+
     def join(self, t: Tensor) -> Tensor:
         """Undo :meth:`split`, in the dtype of the output."""
         t = t.to(self.dtype)
@@ -108,6 +117,14 @@ class OutputView(ABC):
     def root(self, eps: Tensor) -> Tensor:
         """Return ``H^{1/2} eps`` shaped like the output, for ``eps [N, T, columns]``."""
         return self.layout.join(self._root(eps))
+
+    def product(self, V: Tensor) -> Tensor:
+        """Return ``H v`` for every ``v`` in ``V [K, *output.shape]``."""
+        return self.layout.join_columns(self._product(self.layout.split_columns(V)))
+
+    def _product(self, V: Tensor) -> Tensor:
+        """Multiply ``V [K, N, T, C]``."""
+        return torch.einsum("ntcd,kntd->kntc", self.hessian(), V.to(torch.promote_types(V.dtype, torch.float32)))
 
     def sample(self, seed: int, data_index: Tensor, draw: int) -> Tensor:
         """Return one Monte-Carlo vector ``g`` with ``E[g g'] = H``, shaped like the output.

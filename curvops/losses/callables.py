@@ -45,6 +45,26 @@ class CallableView(OutputView):
         with self._exact():
             return self._slope(create_graph=False)[1].detach().reshape(self.N, 1, self.C)
 
+    def _product(self, V: Tensor) -> Tensor:
+        """Differentiate twice at the output: no Hessian is formed, and loss terms may be coupled."""
+        with self._exact():
+            leaf, slope = self._slope(create_graph=True)
+            rows = [self._times(slope, leaf, v.to(leaf.dtype)).reshape(v.shape) for v in V]
+        return torch.stack(rows) if rows else V
+
+    def _times(self, slope: Tensor, leaf: Tensor, v: Tensor) -> Tensor:
+        """Return the Hessian at the output, times ``v``, shaped like the output."""
+        if not slope.requires_grad:
+            return torch.zeros_like(leaf)
+        try:
+            (hv,) = torch.autograd.grad(slope, leaf, v.view_as(leaf), retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            raise NotImplementedError(
+                f"{self.name} cannot be differentiated twice at the output ({error}): use "
+                "fisher_type='empirical', or write it with operations that can."
+            ) from error
+        return torch.zeros_like(leaf) if hv is None else hv.detach()
+
     def hessian(self) -> Tensor:
         return self._hessian[0].unsqueeze(1)
 
@@ -82,16 +102,7 @@ class CallableView(OutputView):
 
             def product(v: Tensor) -> Tensor:
                 """Return the Hessian times ``v [N, D]``."""
-                if not slope.requires_grad:
-                    return torch.zeros_like(v)
-                try:
-                    (hv,) = torch.autograd.grad(slope, leaf, v.view_as(leaf), retain_graph=True, allow_unused=True)
-                except RuntimeError as error:
-                    raise NotImplementedError(
-                        f"{self.name} cannot be differentiated twice at the output ({error}): use "
-                        "fisher_type='empirical', or write it with operations that can."
-                    ) from error
-                return torch.zeros_like(v) if hv is None else hv.detach().reshape(v.shape)
+                return self._times(slope, leaf, v).reshape(v.shape)
 
             unit = torch.eye(self.C, dtype=self.x.dtype, device=self.x.device)
             H = self.x.new_empty(self.N, self.C, self.C)

@@ -84,6 +84,10 @@ class CategoricalView(OutputView):
         label = torch.cat(labels).view(self.N, self.T, 1)
         return self.mass.sqrt() * self.p.scatter_add(-1, label, -torch.ones_like(self.p[..., :1]))
 
+    def _product(self, V: Tensor) -> Tensor:
+        weighted = self.p * V
+        return self.mass * (weighted - self.p * weighted.sum(-1, keepdim=True))
+
     def _gradient(self) -> Tensor:
         return self.mass * self.p - self.weights()
 

@@ -28,6 +28,9 @@ class DiagonalView(OutputView):
     def _root(self, eps: Tensor) -> Tensor:
         return self.curvature.sqrt() * eps.to(self.curvature.dtype)
 
+    def _product(self, V: Tensor) -> Tensor:
+        return self.curvature * V
+
     def _gradient(self) -> Tensor:
         return self.slope
 

@@ -32,6 +32,9 @@ class LinearView(OutputView):
     def _root(self, eps: Tensor) -> Tensor:
         return torch.zeros_like(self.slope)
 
+    def _product(self, V: Tensor) -> Tensor:
+        return torch.zeros_like(V)
+
     def _gradient(self) -> Tensor:
         return self.slope
 

@@ -1,0 +1,46 @@
+"""The empirical Fisher: outer products of the gradients of the loss itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from curvops._matrix_free import Point
+from curvops._params import Model, Params
+from curvops.ggn import OutputMetric, outer
+from curvops.risk import EmpiricalRisk
+
+
+class EFLinearOperator(OutputMetric):
+    """The empirical Fisher ``c sum g g'`` of an empirical risk (Kunstner et al. 2019, on its limits).
+
+    ``g`` is the gradient of one loss term, or of one datum's loss terms together.
+
+    Args:
+        model, loss, params, data: See :class:`~curvops.EmpiricalRisk`, and there for other keywords.
+        per: ``"term"``: every token or pixel is one gradient; ``"example"``: a datum's terms are summed before the outer
+            product.
+        check_deterministic: Read the first batch twice and insist that data and predictions agree.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: Callable[..., Any],
+        params: Params,
+        data: Iterable[tuple[Any, Any]],
+        *,
+        per: str = "term",
+        check_deterministic: bool = False,
+        **keywords: Any,
+    ) -> None:
+        if per not in ("term", "example"):
+            raise ValueError(f"per: found {per!r}, expected 'term' or 'example'.")
+        self._per = per
+        super().__init__(EmpiricalRisk(model, loss, params, data, **keywords), check_deterministic=check_deterministic)
+
+    def _metric(self, point: Point, U: Tensor) -> Tensor:
+        assert point.view is not None
+        return outer(point.view, point.view.gradient(), U, self._per)
