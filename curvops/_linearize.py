@@ -7,8 +7,10 @@ every operation that has second derivatives, and on one graph for any number of 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,6 +91,7 @@ class Dual(Graph):
 
     def jvp(self, V: Sequence[Tensor], which: Sequence[int]) -> Tensor:
         rows = []
+        _load_forward_mode()
         for k in range(len(V[0])):
             with torch.set_grad_enabled(k == 0), forward_ad.dual_level():
                 tangents = dict(zip(which, (v[k] for v in V), strict=True))
@@ -124,6 +127,16 @@ class Slope(Graph):
         slopes = [s for s, _ in live]
         rows = [_grad(slopes, leaves, [v[k] for _, v in live]) for k in range(len(V[0]))]
         return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+@cache
+def _load_forward_mode() -> None:
+    """Load the decompositions of forward mode here: torch does it at first use, with a warning about its own code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(torch.zeros(1, 2), torch.ones(1, 2))
+            torch.nn.functional.layer_norm(torch.log_softmax(x, 1), (2,))
 
 
 def _grad(outputs: Any, inputs: Any, cotangents: Any) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvops._linearize import FEW_COLUMNS, Dual, Graph, differentiable_kernels
 from curvops._operator import LinearOperator
-from curvops._traceless import random_state_kept, swapped
+from curvops._traceless import plain, random_state_kept, swapped
 from curvops.losses import OutputView
 from curvops.risk import EmpiricalRisk
 
@@ -90,15 +90,20 @@ class RiskOperator(LinearOperator):
 
     # ---- products ----------------------------------------------------------------------------------
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
-        totals = [torch.zeros_like(v) for v in V]
-        normalizer = torch.zeros((), dtype=torch.float64, device=self.device)
-        with torch.enable_grad():
+        data = terms = 0
+        with torch.inference_mode(False), torch.enable_grad():
+            normalizer = torch.zeros((), dtype=torch.float64, device=self.device)
+            V = [plain(v) for v in V]
+            totals = [torch.zeros_like(v) for v in V]
             for point in self._points(len(V[0])):
                 for which in self._blocks:
                     for i, share in zip(which, self._times(point, [V[i] for i in which], which), strict=True):
                         totals[i] += share.detach()
-                if point.view is not None:
-                    normalizer += point.view.normalizer
+                assert point.view is not None
+                normalizer += point.view.normalizer
+                data += self._risk.batch_size(point.X, point.view.layout.shape) or self._rows_of(point)
+                terms += point.view.N * point.view.T
+        self._risk.check_counts(data, terms)
         if self._risk.loss.reduction == "sum":
             return totals
         return [t / normalizer.to(t.dtype) if float(normalizer) else t * 0 for t in totals]
@@ -198,7 +203,7 @@ class RiskOperator(LinearOperator):
                 groups.setdefault(key(name), []).append(name)
             parts: Iterable[Sequence[str]] = groups.values()
         else:
-            parts = partition  # type: ignore[assignment]
+            parts = partition
         if isinstance(parts, str) or sorted(n for part in parts for n in part) != sorted(names):
             raise ValueError(
                 f"partition: found {partition!r}, expected 'parameter', 'module', or lists that name each of {names} once."

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvops._linearize import Graph, Slope
 from curvops._matrix_free import Point, RiskOperator
 from curvops._operator import LinearOperator
+from curvops._traceless import plain
 from curvops.risk import EmpiricalRisk
 
 Activation = str | tuple[str, str]
@@ -35,7 +36,7 @@ def shifted(model: nn.Module, activation: Activation, use: Callable[[Tensor], Te
         return (use(args[0]), *args[1:])
 
     register = modules[name].register_forward_hook if side == "output" else modules[name].register_forward_pre_hook
-    handle = register(at_output if side == "output" else at_input)  # type: ignore[arg-type]
+    handle = register(at_output if side == "output" else at_input)
     try:
         yield
     finally:
@@ -101,8 +102,8 @@ class _ActivationOperator(RiskOperator):
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
         K, parts = len(V[0]), []
         normalizer = 0.0
-        with torch.enable_grad():
-            pieces = V[0].flatten(1).split([s.numel() for s in self._shapes], 1)
+        with torch.inference_mode(False), torch.enable_grad():
+            pieces = plain(V[0]).flatten(1).split([s.numel() for s in self._shapes], 1)
             for point, v, shape in zip(self._points(K), pieces, self._shapes, strict=True):
                 parts.append(self._times(point, [v.reshape(K, *shape)], [0])[0].detach().reshape(K, -1))
                 assert point.view is not None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from curvops._matrix_free import Point, RiskOperator
 from curvops._operator import LinearOperator
 from curvops._params import Model, Params
-from curvops.losses import OutputLoss
+from curvops._traceless import plain
 from curvops.risk import EmpiricalRisk
 
 
@@ -48,7 +48,7 @@ class JacobianLinearOperator(RiskOperator):
         shapes = []
         for X, _ in self._risk.batches():
             with self._risk.leaves() as leaves, torch.no_grad():
-                output: OutputLoss | Any = self._risk.loss.prepare(self._risk.predict(leaves, X))
+                output = self._risk.loss.prepare(self._risk.predict(leaves, X))
                 shapes.append(tuple(output.shape))
         return shapes
 
@@ -60,7 +60,8 @@ class JacobianLinearOperator(RiskOperator):
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
         everything, K = list(range(len(V))), len(V[0])
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            V = [plain(v) for v in V]
             parts = [self._tangents(p, V, everything).detach().reshape(K, -1) for p in self._points(K)]
         return [torch.cat(parts, 1).reshape(K, *self._range)]
 
@@ -68,8 +69,8 @@ class JacobianLinearOperator(RiskOperator):
         """Multiply by the transpose: ``U [K, outputs]``."""
         K, everything = len(U), list(range(len(self.domain)))
         sizes = [torch.Size(s).numel() for s in self._shapes]
-        totals = [U.new_zeros(K, *shape) for shape in self.domain]
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
+            U, totals = plain(U), [U.new_zeros(K, *shape) for shape in self.domain]
             # More columns than tangents are for: a graph is all that the transpose needs.
             points = zip(self._points(K + 1000), U.split(sizes, 1), self._shapes, strict=True)
             for point, u, shape in points:

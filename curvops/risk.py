@@ -131,19 +131,19 @@ class EmpiricalRisk:
         if not count:
             raise ValueError("data: found no batches, expected at least one (X, y).")
 
-    def batch_size(self, X: Any, output: Tensor) -> int | None:
-        """Number of data in a batch; ``None`` where the input and the output do not agree on it."""
+    def batch_size(self, X: Any, shape: Sequence[int]) -> int | None:
+        """Number of data in a batch with a prediction of ``shape``; ``None`` where input and prediction do not agree on it."""
+        rows = shape[0]
         if self.batch_size_fn is not None:
             n = int(self.batch_size_fn(X))
-            if n < 1 or output.shape[0] % n:
+            if n < 1 or rows % n:
                 raise ValueError(
-                    f"batch_size_fn: found {n}, but the prediction has shape {tuple(output.shape)}; expected a divisor of "
-                    f"its first axis, {output.shape[0]}."
+                    f"batch_size_fn: found {n}, but the prediction has shape {tuple(shape)}; expected a divisor of "
+                    f"its first axis, {rows}."
                 )
             return n
         first = next(_tensors(X), None)
-        agree = first is None or first.ndim == 0 or first.shape[0] == output.shape[0]
-        return int(output.shape[0]) if agree else None
+        return int(rows) if first is None or first.ndim == 0 or first.shape[0] == rows else None
 
     def check_deterministic(self) -> None:
         """Read the first batch twice and predict twice.
@@ -162,6 +162,19 @@ class EmpiricalRisk:
             a, b = (self.loss.prepare(self.predict(leaves, first[0])) for _ in range(2))
         if not torch.allclose(a, b, rtol=1e-4, atol=1e-6):
             raise ValueError("Two predictions on the first batch differ; call model.eval().")
+
+    def check_counts(self, num_data: int, loss_terms: int) -> None:
+        """Raise if the data hold other numbers of data or loss terms than were given."""
+        if self.num_data is not None and self.num_data != num_data:
+            raise ValueError(
+                f"num_data: found {self.num_data!r}, but the data hold {num_data}; leave it out or correct it."
+            )
+        terms = self.num_per_example_loss_terms
+        if terms is not None and terms * num_data != loss_terms:
+            raise ValueError(
+                f"num_per_example_loss_terms: found {terms!r}, but the data hold {loss_terms} loss terms for "
+                f"{num_data} data; leave it out or correct it."
+            )
 
     # ---- model ---------------------------------------------------------------
     @contextmanager

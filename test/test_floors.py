@@ -18,7 +18,17 @@ FLOORS: list[set[str]] = [
     {"_params", "_traceless", "_linearize", "risk", "losses", "inverse", "estimators", "kfac.rules"},
     {f"kfac.{room}" for room in "_autograd recorder sites tied vectors schedule sharing".split()}
     | {f"kfac.{room}" for room in "uses statistics rotation collect gradients reducers rank_one".split()},
-    {"kfac", "_matrix_free", "hessian", "ggn", "fisher", "jacobian", "diagonal_ggn", "activations", "interaction_basis"},
+    {
+        "kfac",
+        "_matrix_free",
+        "hessian",
+        "ggn",
+        "fisher",
+        "jacobian",
+        "diagonal_ggn",
+        "activations",
+        "interaction_basis",
+    },
     {"optim", "distributed", "report", "testing", "viz", "__main__"},
 ]
 #: Neighbours on one floor that do not know each other.

@@ -82,8 +82,7 @@ def lanczos_logdet(
     Arguments as for :func:`trace_of_function`.
     """
     f = _ShiftedLog(damping)
-    budget = {"tol": tol, "rtol": rtol, "max_matvecs": max_matvecs}
-    return trace_of_function(A, f, num_matvecs, ncv=ncv, seed=seed, **budget)
+    return trace_of_function(A, f, num_matvecs, ncv=ncv, tol=tol, rtol=rtol, max_matvecs=max_matvecs, seed=seed)
 
 
 class _ShiftedLog:

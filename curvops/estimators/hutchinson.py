@@ -28,7 +28,8 @@ class Hutchinson(Sampler):
 
     def __init__(self, products: Operand, integrand: Integrand, distribution: str, seed: int, name: str):
         super().__init__(products)
-        self.integrand, self.distribution, self.seed, self.name = integrand, check_distribution(distribution), seed, name
+        self.distribution, self.seed, self.name = check_distribution(distribution), seed, name
+        self.integrand = integrand
         self.moments = Moments()
 
     def add(self, n: int) -> None:

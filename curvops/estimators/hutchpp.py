@@ -29,7 +29,8 @@ class HutchPlusPlus(Sampler):
     def add(self, n: int) -> None:
         """Enlarge the subspace and draw further samples; old samples see the new subspace without new products."""
         S, G = (
-            self.products.probes(self.distribution, self.seed, (stream,), self.probes, self.probes + n) for stream in (2, 3)
+            self.products.probes(self.distribution, self.seed, (stream,), self.probes, self.probes + n)
+            for stream in (2, 3)
         )
         self.Z = torch.cat([self.Z, self.products(self.basis.extend(self.products(S)))])
         self.G, self.AG = torch.cat([self.G, G]), torch.cat([self.AG, self.products(G)])

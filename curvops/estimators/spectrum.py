@@ -28,7 +28,7 @@ class Density:
 
     Args:
         grid: Where, ``[num_points]``.
-        density: How much of the spectrum lies there, per unit of the grid; integrates to one.
+        density: How much of the spectrum lies there, per unit of the grid. Integrates to one, but for tails beyond the grid.
         stderr: Standard error over the repeats; infinite for a single one.
     """
 
@@ -38,6 +38,9 @@ class Density:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.grid, self.density))
+
+    def __len__(self) -> int:
+        return 2
 
 
 class LanczosSpectrum:

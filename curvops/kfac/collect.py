@@ -87,7 +87,7 @@ class Collector(Generic[S]):
             for i, (X, y) in enumerate(self._risk.batches(data)):
                 with self._risk.leaves() as leaves:
                     self._batch(i, X, y, leaves)
-        self._check_counts()
+        self._risk.check_counts(self.counts.num_data, self.counts.loss_terms)
         return self
 
     def _batch(self, i: int, X: Any, y: Any, leaves: dict[str, Tensor]) -> None:
@@ -142,7 +142,7 @@ class Collector(Generic[S]):
 
     # ---- counting --------------------------------------------------------------------------
     def _num_data(self, X: Any, output: Tensor) -> int:
-        found = self._risk.batch_size(X, output)
+        found = self._risk.batch_size(X, output.shape)
         if found is not None:
             return found
         if (self.sharing.by_datum and self.sharing.regular) or self.fisher.kind == "empirical":
@@ -157,19 +157,6 @@ class Collector(Generic[S]):
         self.counts.loss_terms += view.N * view.T
         self.counts.num_data += num_data
         self.counts.output_rows += output.shape[0]
-
-    def _check_counts(self) -> None:
-        counts, risk = self.counts, self._risk
-        if risk.num_data is not None and risk.num_data != counts.num_data:
-            raise ValueError(
-                f"num_data: found {risk.num_data!r}, but the data hold {counts.num_data}; leave it out or correct it."
-            )
-        terms = risk.num_per_example_loss_terms
-        if terms is not None and terms * counts.num_data != counts.loss_terms:
-            raise ValueError(
-                f"num_per_example_loss_terms: found {terms!r}, but the data hold {counts.loss_terms} loss terms for "
-                f"{counts.num_data} data; leave it out or correct it."
-            )
 
 
 def _check_output(output: Tensor, batch: int) -> None:

@@ -1,0 +1,71 @@
+"""Curvature in activations, against dense derivatives of the rest of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kfac.oracle import output_hessian
+from kfac.photograph import state
+from torch import nn
+from torch.func import jacrev
+
+from curvops import ActivationGGNLinearOperator, ActivationHessianLinearOperator
+from curvops.testing import check_operator
+
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def double():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+def problem(reduction="mean"):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 3))
+    X, y = torch.randn(5, 4), torch.randint(3, (5,))
+    loss = nn.CrossEntropyLoss(reduction=reduction, weight=torch.tensor([1.0, 2.0, 0.5]))
+    return model, loss, [(X[:2], y[:2]), (X[2:], y[2:])], X, y
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("activation", "cut"), [("1", 2), ("2", 3), (("2", "input"), 2), ("4", 5)])
+def test_R1_hessian_and_ggn_in_an_activation(activation, cut, reduction):
+    model, loss, data, X, y = problem(reduction)
+    a = model[:cut](X).detach()
+    rest = lambda a: model[cut:](a.reshape(5, -1))  # noqa: E731
+    H = jacrev(jacrev(lambda a: loss(rest(a), y)))(a.flatten()).detach()
+    J = jacrev(lambda a: rest(a).flatten())(a.flatten()).detach()
+    G = J.T @ output_hessian(loss, rest(a), y) @ J
+    for kind, want in ((ActivationHessianLinearOperator, H), (ActivationGGNLinearOperator, G)):
+        op = kind(model, loss, activation, data)
+        assert op.domain == (tuple(a.shape),)
+        torch.testing.assert_close(op.to_dense(), want, **TOLERANCE)
+        with op.cached():
+            for _ in range(2):
+                torch.testing.assert_close(op.to_dense(), want, **TOLERANCE)
+
+
+def test_R2_the_contract():
+    model, loss, data, _, _ = problem()
+    for kind in (ActivationHessianLinearOperator, ActivationGGNLinearOperator):
+        check_operator(kind(model, loss, "1", data))
+
+
+def test_no_hook_is_left_behind_and_bad_names_are_refused():
+    model, loss, data, _, _ = problem()
+    before = state(model)
+    with pytest.raises(ValueError, match="name of a module"):
+        ActivationGGNLinearOperator(model, loss, "nothing", data)
+    twice = nn.Sequential(model[1], model[1])
+    with pytest.raises(ValueError, match="more than once"):
+        ActivationGGNLinearOperator(nn.Sequential(model[0], twice, model[2:]), loss, "1.0", data)
+    op = ActivationHessianLinearOperator(model, loss, "1", data)
+    with op.cached():
+        op @ torch.ones(op.shape[1])
+    assert state(model) == before
+    with pytest.raises(TypeError, match="module"):
+        ActivationGGNLinearOperator(lambda p, x: x, loss, "1", data)
