@@ -77,32 +77,41 @@ class Graph:
 
 
 class Dual(Graph):
-    """Forward mode: every product with the Jacobian is a forward pass, and the graph of the first gives the adjoint.
+    """Forward mode: every product with the Jacobian is a forward pass, and one graph gives the adjoint.
 
     Args:
         run: Computes the output from tensors in the place of the leaves.
         leaves: What to differentiate with respect to.
+        output: Attached to its graph, if that exists already; else the first product makes it on the way.
     """
 
-    def __init__(self, run: Callable[[list[Tensor]], Tensor], leaves: Sequence[Tensor]) -> None:
-        self._run, self.leaves = run, list(leaves)
+    def __init__(
+        self, run: Callable[[list[Tensor]], Tensor], leaves: Sequence[Tensor], output: Tensor | None = None
+    ) -> None:
+        self.run, self.leaves, self._graph = run, list(leaves), output
         self._transposed = None
-        self.output: Tensor
+
+    @property
+    def output(self) -> Tensor:  # type: ignore[override]
+        """The output on its graph."""
+        if self._graph is None:
+            self._graph = self.run(self.leaves)
+        return self._graph
 
     def jvp(self, V: Sequence[Tensor], which: Sequence[int]) -> Tensor:
-        rows = []
         _load_forward_mode()
-        for k in range(len(V[0])):
-            with torch.set_grad_enabled(k == 0), forward_ad.dual_level():
-                tangents = dict(zip(which, (v[k] for v in V), strict=True))
-                inputs = [
-                    forward_ad.make_dual(p, tangents[i]) if i in tangents else p for i, p in enumerate(self.leaves)
-                ]
-                primal, tangent = forward_ad.unpack_dual(self._run(inputs))
-                rows.append(torch.zeros_like(primal) if tangent is None else tangent.detach())
-                if k == 0:
-                    self.output = primal
-        return torch.stack([row.detach() for row in rows])
+        return torch.stack([self._tangent(dict(zip(which, column, strict=True))) for column in zip(*V, strict=True)])
+
+    def _tangent(self, tangents: dict[int, Tensor]) -> Tensor:
+        with torch.set_grad_enabled(self._graph is None), forward_ad.dual_level():
+            inputs = [forward_ad.make_dual(p, tangents[i]) if i in tangents else p for i, p in enumerate(self.leaves)]
+            primal, tangent = forward_ad.unpack_dual(self.run(inputs))
+        if self._graph is None:
+            self._graph = primal
+        return torch.zeros_like(primal).detach() if tangent is None else tangent.detach()
+
+    def bytes(self) -> int:
+        return saved_bytes(self.output)
 
 
 class Slope(Graph):
@@ -145,22 +154,31 @@ def _grad(outputs: Any, inputs: Any, cotangents: Any) -> tuple[Tensor, ...]:
     )
 
 
+def has_convolutions(output: Tensor) -> bool:
+    """Whether a graph has convolutions: torch's second derivative of one always computes all three of its terms."""
+    return any("ConvolutionBackward" in node.name() for node in _nodes(output))
+
+
 def saved_bytes(*outputs: Tensor | None) -> int:
     """Return how much memory a graph holds in what its nodes saved, every storage counted once."""
     sizes: dict[int, int] = {}
-    stack = [t.grad_fn for t in outputs if t is not None and t.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
+    for node in _nodes(*outputs):
         for name in dir(node):
             if name.startswith("_saved_"):
                 for t in _tensors(getattr(node, name, None)):
                     storage = t.untyped_storage()
                     sizes[storage.data_ptr()] = storage.nbytes()
-        new = {source for source, _ in node.next_functions if source is not None} - seen
+    return sum(sizes.values())
+
+
+def _nodes(*outputs: Tensor | None) -> set[Any]:
+    stack = [t.grad_fn for t in outputs if t is not None and t.grad_fn is not None]
+    seen: set[Any] = set(stack)
+    while stack:
+        new = {source for source, _ in stack.pop().next_functions if source is not None} - seen
         seen |= new
         stack += new
-    return sum(sizes.values())
+    return seen
 
 
 def _tensors(saved: Any) -> Iterator[Tensor]:

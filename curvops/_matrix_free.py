@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvops._linearize import FEW_COLUMNS, Dual, Graph, differentiable_kernels
+from curvops._linearize import FEW_COLUMNS, Dual, Graph, differentiable_kernels, has_convolutions
 from curvops._operator import LinearOperator
 from curvops._traceless import plain, random_state_kept, swapped
 from curvops.losses import OutputView
@@ -154,9 +154,12 @@ class RiskOperator(LinearOperator):
     def _jacobian(self, point: Point, output_of: Any, columns: int, keep: bool) -> Graph:
         """Choose how to multiply by the Jacobian: tangents for few vectors, one graph for many or for later."""
         leaves = list(point.leaves.values())
-        if self.linearization == "forward" and not keep and columns <= FEW_COLUMNS and len(self._blocks) == 1:
+        forward = self.linearization == "forward" and len(self._blocks) == 1
+        if forward and not keep and columns <= FEW_COLUMNS:
             return Dual(output_of, leaves)
-        return Graph(output_of(leaves), leaves)
+        output = output_of(leaves)
+        # Forward mode pays even for many vectors where there are convolutions: 1.7 instead of 2.0 gradients.
+        return Dual(output_of, leaves, output) if forward and has_convolutions(output) else Graph(output, leaves)
 
     def _tangents(self, point: Point, V: list[Tensor], which: list[int]) -> Tensor:
         """Return ``J v``; operations without forward mode send everything to double backward from here on."""
@@ -166,8 +169,7 @@ class RiskOperator(LinearOperator):
             if not isinstance(point.graph, Dual) or "forward AD" not in str(error):
                 raise
         self.linearization = "backward"
-        leaves = list(point.leaves.values())
-        point.graph = Graph(point.graph._run(leaves), leaves)
+        point.graph = Graph(point.graph.output, point.graph.leaves)
         return point.graph.jvp(V, which)
 
     # ---- keeping graphs ------------------------------------------------------------------------------

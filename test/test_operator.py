@@ -13,7 +13,7 @@ from scipy.sparse.linalg import aslinearoperator, cg, eigsh, gmres, lobpcg, lsmr
 
 from curvops._algebra import Block, Identity, SubmatrixLinearOperator
 from curvops._operator import LinearOperator
-from curvops.structured import Dense, Diagonal, Kronecker
+from curvops.structured import Dense, Diagonal, Kronecker, LowRank
 from curvops.testing import check_closed_forms, check_operator
 
 SQUARE = {"domain": ((2, 3), (4,)), "range_": ((2, 3), (4,))}
@@ -43,6 +43,7 @@ OPERATORS = {
     "diagonal": lambda: Diagonal(normal(7), domain=((2, 1), (5,))),
     "eigen": eigen,
     "shifted": lambda: Kronecker(psd(3), psd(5)).shift(0.3),
+    "low rank": lambda: LowRank(torch.linalg.qr(normal(9, 3)).Q, normal(3).square(), 0.3, domain=((2, 2), (5,))),
     "direct sum": lambda: direct_sum(scale=0.1)[0],
 }
 

@@ -28,7 +28,7 @@ class Matrix(LinearOperator):
 
     def __init__(self, M: Tensor):
         rounding = 100 * torch.finfo(M.dtype).eps
-        symmetric = M.shape[0] == M.shape[1] and bool(((M - M.T).abs() <= rounding * M.abs().max()).all())
+        symmetric = M.shape[0] == M.shape[1] and bool(((M - M.T).abs() <= rounding * M.norm()).all())
         super().__init__(((M.shape[1],),), ((M.shape[0],),), dtype=M.dtype, device=M.device, symmetric=symmetric)
         self.M = M
 

@@ -88,7 +88,7 @@ def top_eigenpairs(
     if which not in _WHICH:
         raise ValueError(f"Got which={which!r}, expected one of {tuple(_WHICH)}.")
     eps = torch.finfo(products.op.torch_dtype).eps
-    tol = max(1e-6, 50 * eps) if tol is None else float(tol)
+    tol = max(1e-6, min(30 * eps, 0.05)) if tol is None else float(tol)
     if not tol >= 0:
         raise ValueError(f"Got tol={tol}, expected a number >= 0.")
     limit = 100 + 50 * k if max_matvecs is None else check_count(max_matvecs, "max_matvecs")

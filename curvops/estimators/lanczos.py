@@ -10,7 +10,7 @@ from torch import Tensor
 from curvops.estimators._operand import Operand
 
 #: A residual below this multiple of rounding is none: the Krylov space is exhausted.
-_EXHAUSTED = 10.0
+_EXHAUSTED = 100.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,8 @@ Function = Callable[[Tensor], Tensor]
 Boundaries = tuple[float | None, float | None]
 #: Entries of Lanczos vectors that are kept at once.
 _ENTRIES = 1 << 27
+#: Spectra narrower than this, relative to the size of the eigenvalues, have no width to draw.
+_EQUAL = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,8 @@ class LanczosSpectrum:
     ):
         self.products = Operand(A, symmetric="A spectrum by Lanczos")
         self.n = self.products.N
-        self.ncv = min(check_count(ncv, "ncv", 1 if self.n == 1 else 2), self.n)
+        self.resolution = check_count(ncv, "ncv", 1 if self.n == 1 else 2)
+        self.ncv = min(self.resolution, self.n)
         self.distribution, self.seed = check_distribution(distribution), seed
         self._runs: list[Tridiagonal] = []
         if start is None:
@@ -122,14 +125,14 @@ class LanczosSpectrum:
         return min(low), max(high)
 
     def trace_of(self, f: Function) -> Estimate:
-        """Estimate ``tr f(A)``; the error adds what the quadrature still changes with its last nodes to the spread.
+        """Estimate ``tr f(A)``; the error adds to the spread what the second half of the Lanczos vectors changed.
 
         Args:
             f: Maps a tensor of eigenvalues to a tensor of the same shape.
         """
         samples = self.n * self._means(f, self.ncv)
         value, stderr = moments(samples)
-        shorter = self.n * self._means(f, max(1, self.ncv - max(1, self.ncv // 8)))
+        shorter = self.n * self._means(f, max(1, self.ncv // 2))
         return Estimate(value, torch.hypot(stderr, (samples - shorter).mean()), self.num_matvecs, len(samples))
 
     def _means(self, f: Function, m: int) -> Tensor:
@@ -137,9 +140,11 @@ class LanczosSpectrum:
         return (weights * apply_to_nodes(f, nodes, weights)).sum(1)
 
     def moment(self, p: int) -> Estimate:
-        """Estimate ``tr(A^p) / n``; the quadrature is exact for ``p < 2 ncv``."""
-        total = self.trace_of(lambda x: x**p)
-        return Estimate(total.value / self.n, total.stderr / self.n, total.num_matvecs, total.num_samples)
+        """Estimate ``tr(A^p) / n`` for ``p < 2 ncv``, where the quadrature is exact."""
+        if check_count(p, "p", 0) >= 2 * self.ncv and self.ncv < self.n:
+            raise ValueError(f"Got p={p}, expected less than 2 ncv = {2 * self.ncv}; use more Lanczos vectors.")
+        samples = self._means(lambda x: x**p, self.ncv)
+        return Estimate(*moments(samples), self.num_matvecs, len(samples))
 
     def density(
         self,
@@ -158,7 +163,8 @@ class LanczosSpectrum:
         """
         nodes, weights = self.quadrature()
         ends = _ends(boundaries, self.boundaries())
-        return _smooth(nodes, weights, ends, num_points, kappa, margin, self.ncv)
+        size = max(map(abs, ends)) or 1.0
+        return _smooth(nodes, weights, ends, size, num_points, kappa, margin, self.resolution)
 
     def log_density(
         self,
@@ -186,16 +192,17 @@ class LanczosSpectrum:
         if ends[0] < 0:
             raise ValueError(f"Got boundaries={boundaries}, expected sizes of eigenvalues, which are not negative.")
         ends = math.log(ends[0] + epsilon), math.log(ends[1] + epsilon)
-        log = _smooth((size + epsilon).log(), weights, ends, num_points, kappa, margin, self.ncv)
+        log = _smooth((size + epsilon).log(), weights, ends, 1.0, num_points, kappa, margin, self.resolution)
         grid = log.grid.exp()
         return Density(grid, log.density / grid, log.stderr / grid)
 
 
 def apply_to_nodes(f: Function, nodes: Tensor, weights: Tensor) -> Tensor:
     """Return ``f(nodes)``, zero where the weight is; refuse values that are not finite."""
-    values = torch.where(weights > 0, f(nodes), 0.0)
+    values = f(nodes)
     if values.shape != nodes.shape:
         raise ValueError(f"Got a tensor of shape {tuple(values.shape)} from f, expected {tuple(nodes.shape)}.")
+    values = torch.where(weights > 0, values, 0.0)
     bad = nodes[~torch.isfinite(values)]
     if len(bad):
         raise ValueError(
@@ -219,20 +226,24 @@ def _smooth(
     nodes: Tensor,
     weights: Tensor,
     ends: tuple[float, float],
+    size: float,
     num_points: int,
     kappa: float,
     margin: float,
     ncv: int,
 ) -> Density:
-    """Put a Gaussian on every node; its width is that of Papyan's, for a spectrum scaled to [-1, 1]."""
+    """Put a Gaussian on every node; its width is that of Papyan's, for a spectrum scaled to [-1, 1].
+
+    Where all eigenvalues are equal, ``size`` takes the place of the width of the spectrum.
+    """
     check_count(num_points, "num_points", 2)
     if not kappa > 1:
         raise ValueError(f"Got kappa={kappa}, expected a number larger than 1.")
     if not margin >= 0:
         raise ValueError(f"Got margin={margin}, expected a number >= 0.")
     low, high = ends
-    # All eigenvalues equal: a bump whose width is relative to their size.
-    padding = margin * ((high - low) or max(abs(low), abs(high)) or 1.0)
+    width = high - low
+    padding = (margin if width > _EQUAL * size else max(margin, _EQUAL)) * (width if width > _EQUAL * size else size)
     low, high = low - padding, high + padding
     sigma = max((high - low) / max(ncv - 1, 1) / math.sqrt(8 * math.log(kappa)), torch.finfo(nodes.dtype).tiny)
     grid = torch.linspace(low, high, num_points, dtype=nodes.dtype, device=nodes.device)
