@@ -28,6 +28,10 @@ from curvops.estimators import xtrace as xtrace
 from curvops.fisher import EFLinearOperator as EFLinearOperator
 from curvops.ggn import GGNLinearOperator as GGNLinearOperator
 from curvops.hessian import HessianLinearOperator as HessianLinearOperator
+from curvops.inverse import CGInverseLinearOperator as CGInverseLinearOperator
+from curvops.inverse import LSMRInverseLinearOperator as LSMRInverseLinearOperator
+from curvops.inverse import MINRESInverseLinearOperator as MINRESInverseLinearOperator
+from curvops.inverse import NeumannInverseLinearOperator as NeumannInverseLinearOperator
 from curvops.jacobian import JacobianLinearOperator as JacobianLinearOperator
 from curvops.jacobian import NTKLinearOperator as NTKLinearOperator
 from curvops.jacobian import TransposedJacobianLinearOperator as TransposedJacobianLinearOperator

@@ -291,7 +291,7 @@ class LinearOperator(ScipyLinearOperator, ABC):
 
     def inverse(self, damping: Any = 0.0, how: str = "exact") -> LinearOperator:
         """Return ``(op + damping I)^-1``."""
-        self._no_closed_form("inverse", "scipy.sparse.linalg.cg(op.shift(damping), b)")
+        self._no_closed_form("inverse", "curvops.CGInverseLinearOperator(op.shift(damping))")
 
     def power(self, p: float) -> LinearOperator:
         """Return the symmetric power ``op^p``."""

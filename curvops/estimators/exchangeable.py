@@ -16,8 +16,8 @@ from curvops.estimators.hutchinson import exact_diagonal, exact_trace
 from curvops.estimators.hutchpp import scaled
 from curvops.estimators.nystrom import sketch_factor
 
-#: Distances between pairs of probes whose correlation is looked at.
-_LAGS = 32
+#: Entries of diagonals that are spent on the correlation of samples.
+_ENTRIES = 1 << 26
 
 
 class _Exchangeable(Sampler):
@@ -44,7 +44,7 @@ class _Exchangeable(Sampler):
         return exact_trace(self.products)
 
 
-def spread_out(h: Tensor, left: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def spread_out(h: Tensor, left: Callable[[Tensor, Tensor], Tensor], most: int = 32) -> tuple[Tensor, Tensor]:
     """Return the mean of exchangeable samples and an unbiased estimate of its error, which the samples do not show.
 
     Sample ``h_i`` depends on all probes, but given the others its mean over probe i is the truth. So samples are
@@ -54,12 +54,13 @@ def spread_out(h: Tensor, left: Callable[[Tensor, Tensor], Tensor]) -> tuple[Ten
     Args:
         h: Samples ``[m, ...]``.
         left: Maps indices ``i [m]``, ``j [m]`` to ``h_ij``.
+        most: How many distances between i and j to look at; all of them show the same covariance.
     """
     m = len(h)
     if m < 2:
         return h.mean(0), torch.full_like(h[0], torch.inf)
     i = torch.arange(m, device=h.device)
-    lags = {round(1 + t * (m // 2 - 1) / _LAGS) for t in range(_LAGS)}  # all pairs, or enough of them
+    lags = {round(1 + t * (m // 2 - 1) / most) for t in range(most)}  # all pairs, or enough of them
     covariance = torch.zeros_like(h[0])
     for lag in lags:
         j = (i + lag) % m
@@ -167,7 +168,8 @@ class XDiag(_Exchangeable):
             u, v = ((scale[:, None] * (A[i] - overlap[:, None] * A[j])) for A in (U, V))
             return diagonal - U[j] * V[j] - u * v + self.W[i] * u * own[i] * scale[:, None]
 
-        return spread_out(diagonal - U * V + self.W * U * own, left)
+        most = min(max(_ENTRIES // self.W.numel(), 2), 32)
+        return spread_out(diagonal - U * V + self.W * U * own, left, most)
 
     def exact(self) -> Tensor:
         """Read off the diagonal."""

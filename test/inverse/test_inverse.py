@@ -1,0 +1,205 @@
+"""Iterative inverses against dense ones, with scipy's solvers as second witnesses."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import pytest
+import scipy.sparse.linalg as sla
+import torch
+from kfac.nets import mlp
+from operator_cases import Matrix, normal
+from torch import nn
+
+from curvops import (
+    CGInverseLinearOperator,
+    GGNLinearOperator,
+    KFACLinearOperator,
+    LSMRInverseLinearOperator,
+    MINRESInverseLinearOperator,
+    NeumannInverseLinearOperator,
+)
+from curvops.structured import Dense
+from curvops.testing import check_operator
+
+F64 = torch.float64
+SYMMETRIC = [CGInverseLinearOperator, MINRESInverseLinearOperator]
+
+
+def symmetric(n: int, condition: float, *, indefinite: bool = False) -> torch.Tensor:
+    Q, _ = torch.linalg.qr(normal(n, n, seed=n))
+    values = torch.logspace(0, -float(torch.tensor(condition).log10()), n, dtype=F64)
+    if indefinite:
+        values[::3] *= -1
+    return (Q * values) @ Q.T
+
+
+def operator(M: torch.Tensor) -> Matrix:
+    return Matrix(M, symmetric=torch.equal(M, M.T))
+
+
+def of(M: torch.Tensor):
+    M = (M + M.T) / 2
+    return Dense(M, domain=((len(M),),)), M
+
+
+@pytest.mark.parametrize("kind", [*SYMMETRIC, LSMRInverseLinearOperator])
+@pytest.mark.parametrize("n", [1, 2, 7, 40])
+def test_R6_inverse_against_dense(kind, n):
+    A, M = of(symmetric(n, 1e2) if n > 1 else torch.full((1, 1), 2.5, dtype=F64))
+    B = normal(n, 3, seed=1)
+    inverse = kind(A, tol=1e-12)
+    torch.testing.assert_close(inverse @ B, torch.linalg.solve(M, B), rtol=1e-8, atol=1e-9)
+    assert inverse.last.converged.all()
+    assert inverse.inverse() is A
+
+
+@pytest.mark.parametrize("kind", [*SYMMETRIC, LSMRInverseLinearOperator])
+def test_R6_tolerance_is_reached_at_condition_1e6_and_the_residual_is_true(kind):
+    A, M = of(symmetric(60, 1e6))
+    B = normal(60, 4, seed=2)
+    inverse = kind(A, tol=1e-8, maxiter=20_000)
+    X = inverse @ B
+    true = (B - M @ X).norm(dim=0) / B.norm(dim=0)
+    torch.testing.assert_close(inverse.last.residual, true, rtol=1e-6, atol=1e-10)  # rounding of products
+    assert true.max() <= 1e-8
+    assert inverse.last.converged.all()
+    assert len(inverse.last.residuals) == inverse.last.iterations + 1
+    # The error of a solution is bounded by the condition number times the residual.
+    want = torch.linalg.solve(M, B)
+    assert ((X - want).norm(dim=0) / want.norm(dim=0)).max() <= 1e6 * 1e-8
+
+
+@pytest.mark.parametrize("kind", SYMMETRIC)
+def test_R6_columns_at_once_equal_columns_alone(kind):
+    A, _ = of(symmetric(30, 1e3))
+    B = normal(30, 3, seed=3) * torch.tensor([1e-8, 1.0, 1e8], dtype=F64)
+    B[:, 1] = 0
+    inverse = kind(A, tol=1e-10)
+    together = inverse @ B
+    alone = torch.stack([inverse @ b for b in B.T], 1)
+    torch.testing.assert_close(
+        together / B.norm(dim=0).clamp(min=1), alone / B.norm(dim=0).clamp(min=1), rtol=1e-7, atol=1e-12
+    )
+    assert not together[:, 1].any()
+
+
+def test_R6_witness_scipy():
+    A, M = of(symmetric(25, 1e3))
+    b = normal(25, seed=4)
+    x, _ = sla.cg(M.numpy(), b.numpy(), rtol=1e-10, atol=0, maxiter=1000)
+    torch.testing.assert_close(CGInverseLinearOperator(A, tol=1e-10) @ b, torch.from_numpy(x), rtol=1e-6, atol=1e-7)
+    A, M = of(symmetric(25, 1e3, indefinite=True))
+    x, _ = sla.minres(M.numpy(), b.numpy(), rtol=1e-14, maxiter=1000)
+    torch.testing.assert_close(MINRESInverseLinearOperator(A, tol=1e-10) @ b, torch.from_numpy(x), rtol=1e-5, atol=1e-6)
+    R = normal(9, 6, seed=5)
+    b = normal(9, seed=6)
+    for damp in (0.0, 0.7):
+        x = torch.from_numpy(sla.lsmr(R.numpy(), b.numpy(), damp=damp, atol=1e-14, btol=1e-14)[0])
+        torch.testing.assert_close(
+            LSMRInverseLinearOperator(Matrix(R), damp=damp, tol=1e-10) @ b, x, rtol=1e-8, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (5, 8), (6, 6)])
+@pytest.mark.parametrize("damp", [0.0, 0.3])
+def test_R6_least_squares_and_minimal_norm(shape, damp):
+    M = normal(*shape, seed=7)
+    if shape == (6, 6):
+        M[:, 0] = M[:, 1]  # singular
+    B = normal(shape[0], 3, seed=8)
+    inverse = LSMRInverseLinearOperator(Matrix(M), damp=damp, tol=1e-10)
+    stacked = torch.cat([M, damp * torch.eye(shape[1], dtype=F64)])
+    want = torch.linalg.pinv(stacked) @ torch.cat([B, torch.zeros(shape[1], 3, dtype=F64)])
+    torch.testing.assert_close(inverse @ B, want, rtol=1e-7, atol=1e-8)
+    assert inverse.T.shape == shape
+
+
+def test_R6_minres_on_a_singular_consistent_system_has_minimal_norm():
+    M = symmetric(12, 1e2, indefinite=True)
+    values, vectors = torch.linalg.eigh(M)
+    values[:3] = 0
+    A, M = of((vectors * values) @ vectors.T)
+    b = M @ normal(12, seed=9)
+    torch.testing.assert_close(
+        MINRESInverseLinearOperator(A, tol=1e-10) @ b, torch.linalg.pinv(M) @ b, rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("kind", [*SYMMETRIC, LSMRInverseLinearOperator])
+def test_R6_preconditioning_by_kfac_lowers_the_count_and_changes_nothing_else(kind):
+    torch.manual_seed(0)
+    # LSMR meets the square of a condition number: there KFAC must be nearer, as it is for one layer.
+    sizes = (6, 4) if kind is LSMRInverseLinearOperator else (6, 8, 4)
+    model = mlp(*sizes, act=nn.ReLU).double()
+    scales = torch.logspace(0, -2, 6, dtype=F64)
+    X, y = torch.randn(200, 6, dtype=F64) * scales, torch.randint(4, (200,))
+    loss, params = nn.CrossEntropyLoss(), dict(model.named_parameters())
+    damping = 1e-5
+    A = GGNLinearOperator(model, loss, params, [(X, y)]).shift(damping)
+    A = Dense(A.to_dense(), domain=A.domain)  # the same matrix, quicker
+    M = KFACLinearOperator(model, loss, params, [(X, y)], fisher_type="type-2").inverse(damping)
+    b = normal(A.shape[0], seed=10)
+    plain, helped = (kind(A, tol=1e-9, maxiter=5000, preconditioner=P) for P in (None, M))
+    torch.testing.assert_close(plain @ b, helped @ b, rtol=1e-3, atol=1e-6 * float((plain @ b).abs().max()))
+    assert helped.last.converged.all()
+    assert helped.last.iterations < 0.8 * plain.last.iterations
+
+
+@pytest.mark.parametrize("kind", [*SYMMETRIC, LSMRInverseLinearOperator, NeumannInverseLinearOperator])
+def test_R2_the_contract(kind):
+    A, M = of(symmetric(6, 3.0) + torch.eye(6, dtype=F64))
+    options = {"scale": 0.5, "num_terms": 200} if kind is NeumannInverseLinearOperator else {"tol": 1e-13}
+    check_operator(kind(A, **options), torch.linalg.inv(M), rtol=1e-8)
+    assert pickle.loads(pickle.dumps(kind(A, **options))).shape == (6, 6)
+
+
+def test_neumann_series():
+    A, M = of(symmetric(5, 4.0))
+    b = normal(5, seed=11)
+    got = NeumannInverseLinearOperator(A, num_terms=3, scale=0.5) @ b
+    E = torch.eye(5, dtype=F64) - 0.5 * M
+    want = 0.5 * sum(torch.linalg.matrix_power(E, k) for k in range(4)) @ b
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match=r"diverges.*scale below"):
+        NeumannInverseLinearOperator(A, scale=10.0) @ b
+    R = Matrix(normal(5, 5, seed=12) * 0.1 + torch.eye(5, dtype=F64))
+    dense = torch.linalg.inv(R.to_dense())
+    torch.testing.assert_close(
+        NeumannInverseLinearOperator(R, num_terms=300).T.to_dense(), dense.T, rtol=1e-8, atol=1e-9
+    )
+
+
+def test_bad_input():
+    A, _ = of(symmetric(8, 10.0, indefinite=True))
+    b = normal(8, seed=13)
+    with pytest.raises(ValueError, match=r"negative curvature.*MINRES"):
+        CGInverseLinearOperator(A) @ b
+    for kind in SYMMETRIC:
+        with pytest.raises(ValueError, match=r"symmetric.*LSMR"):
+            kind(Matrix(normal(4, 4)))
+    with pytest.raises(TypeError, match="float32"):
+        CGInverseLinearOperator(A.to(dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="tol"):
+        CGInverseLinearOperator(A, tol=0.0)
+    with pytest.raises(ValueError, match="preconditioner"):
+        MINRESInverseLinearOperator(A, preconditioner=Matrix(normal(3, 3)))
+    with pytest.raises(ValueError, match="NaN"):
+        MINRESInverseLinearOperator(A) @ torch.full((8,), float("nan"), dtype=F64)
+    hard, _ = of(symmetric(60, 1e6))
+    inverse = CGInverseLinearOperator(hard, maxiter=5)
+    with pytest.warns(RuntimeWarning, match="did not reach"):
+        inverse @ normal(60, seed=14)
+    assert not inverse.last.converged.any()
+
+
+@pytest.mark.parametrize(("kind", "condition"), [*((k, 1e3) for k in SYMMETRIC), (LSMRInverseLinearOperator, 30.0)])
+def test_float32_reaches_its_default_tolerance(kind, condition):
+    A, M = of(symmetric(40, condition))
+    A, b = A.to(dtype=torch.float32), normal(40, seed=15).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = kind(A) @ b
+    assert x.dtype == torch.float32
+    assert (b.double() - M @ x.double()).norm() / b.double().norm() < 1.5e-4
