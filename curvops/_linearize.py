@@ -99,7 +99,7 @@ class Dual(Graph):
         return self._graph
 
     def jvp(self, V: Sequence[Tensor], which: Sequence[int]) -> Tensor:
-        _load_forward_mode()
+        load_forward_mode()
         return torch.stack([self._tangent(dict(zip(which, column, strict=True))) for column in zip(*V, strict=True)])
 
     def _tangent(self, tangents: dict[int, Tensor]) -> Tensor:
@@ -139,7 +139,7 @@ class Slope(Graph):
 
 
 @cache
-def _load_forward_mode() -> None:
+def load_forward_mode() -> None:
     """Load the decompositions of forward mode here: torch does it at first use, with a warning about its own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from curvops._compiled import Compiled, Pieces
 from curvops._linearize import FEW_COLUMNS, Dual, Graph, differentiable_kernels, has_convolutions
 from curvops._operator import LinearOperator
 from curvops._traceless import plain, random_state_kept, swapped
@@ -70,7 +71,7 @@ class RiskOperator(LinearOperator):
         self._risk = risk
         self._cache: Cache | None = None
         self._blocks: list[list[int]] = [list(range(len(risk.names)))]
-        self._compiled: Any = None
+        self._pieces: Pieces | None = None
         #: How products with the Jacobian are formed: ``"forward"`` mode, or double ``"backward"``.
         self.linearization = "forward"
         if check_deterministic:
@@ -154,6 +155,8 @@ class RiskOperator(LinearOperator):
     def _jacobian(self, point: Point, output_of: Any, columns: int, keep: bool) -> Graph:
         """Choose how to multiply by the Jacobian: tangents for few vectors, one graph for many or for later."""
         leaves = list(point.leaves.values())
+        if self._pieces is not None:
+            return Compiled(self._pieces, leaves, point.X)
         forward = self.linearization == "forward" and len(self._blocks) == 1
         if forward and not keep and columns <= FEW_COLUMNS:
             return Dual(output_of, leaves)
@@ -189,6 +192,20 @@ class RiskOperator(LinearOperator):
         finally:
             self._cache = outer
 
+    def compiled(self: Self, **options: Any) -> Self:
+        """Return the operator with compiled products: model and derivatives without graph breaks, the loss in between.
+
+        Compiling takes its time, and once for every shape of a batch. Compiled products run the model every time;
+        ``cached()`` keeps nothing for them.
+
+        Args:
+            **options: For ``torch.compile``, for example ``backend``, ``mode`` or ``dynamic``.
+        """
+        result = copy.copy(self)
+        result._cache, result._pieces = None, Pieces(self._risk, options)
+        result.linearization = "compiled"
+        return result
+
     # ---- parts of it -----------------------------------------------------------------------------------
     def block_diagonal(self: Self, partition: Partition = "module") -> Self:
         """Return the operator without the blocks between parts of the parameters.
@@ -216,7 +233,7 @@ class RiskOperator(LinearOperator):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": None, "_compiled": None}
+        return {**self.__dict__, "_cache": None, "_pieces": None}
 
 
 def options(arguments: dict[str, Any]) -> dict[str, Any]:

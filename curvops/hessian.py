@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from curvops._compiled import Compiled, at_output
 from curvops._linearize import Slope
 from curvops._matrix_free import Point, RiskOperator
 from curvops._params import Model, Params
@@ -36,10 +37,22 @@ class HessianLinearOperator(RiskOperator):
 
     def _linearize(self, point: Point, output_of: Any, columns: int, keep: bool) -> None:
         leaves = list(point.leaves.values())
+        if self._pieces is not None:
+            point.graph = Compiled(self._pieces, leaves, point.X)
+            return
         output = output_of(leaves)
         # The view tells what a mean divides by; it checks the targets, too.
         point.view = self._risk.loss.view(output.detach(), point.y)
         point.graph = Slope(self._risk.loss.total(output, point.y), leaves)
 
     def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
-        return point.graph.hvp(V, which)
+        return self._assembled(point, V, which) if self._pieces is not None else point.graph.hvp(V, which)
+
+    def _assembled(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
+        """Add what the loss bends at the output to what the model bends in its parameters."""
+        U = point.graph.jvp(V, which)
+        output = point.graph.output.detach()
+        point.view = self._risk.loss.view(output, point.y)
+        r, HU = at_output(lambda o: self._risk.loss.total(o, point.y), output, U)
+        shares = zip(point.graph.bend(r, V, which), point.graph.vjp(HU, which), strict=True)
+        return [model + loss for model, loss in shares]

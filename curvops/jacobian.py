@@ -71,7 +71,7 @@ class JacobianLinearOperator(RiskOperator):
         sizes = [torch.Size(s).numel() for s in self._shapes]
         with torch.inference_mode(False), torch.enable_grad():
             U, totals = plain(U), [U.new_zeros(K, *shape) for shape in self.domain]
-            # More columns than tangents are for: a graph is all that the transpose needs.
+            # As if there were many columns: the transpose needs a graph, and no tangents.
             points = zip(self._points(K + 1000), U.split(sizes, 1), self._shapes, strict=True)
             for point, u, shape in points:
                 for total, share in zip(totals, point.graph.vjp(u.reshape(K, *shape), everything), strict=True):

@@ -208,7 +208,7 @@ class EmpiricalRisk:
     def _call(self, leaves: dict[str, Tensor], X: Any) -> Any:
         if not isinstance(self.model, nn.Module):
             return self.model(leaves, X)
-        if isinstance(X, Mapping) and not _takes_one_argument(self.model):
+        if isinstance(X, Mapping) and not takes_one_argument(self.model):
             return self.model(**X)
         return self.model(X)
 
@@ -256,7 +256,8 @@ def _refuse_nonfinite(x: Any, what: str) -> None:
             raise ValueError(f"{what}: found NaN or infinite values, expected finite data.")
 
 
-def _takes_one_argument(model: nn.Module) -> bool:
+def takes_one_argument(model: nn.Module) -> bool:
+    """Whether a mapping goes into a model whole, as its only argument."""
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):

@@ -270,6 +270,30 @@ def test_R8_cached_products_equal_uncached_ones_and_free_their_memory(kind, memo
     torch.testing.assert_close(op @ V, want, rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator, EFLinearOperator])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_R8_compiled_products_have_no_graph_break(kind, reduction):
+    model, loss, params, data = problem(nn.CrossEntropyLoss(reduction=reduction, label_smoothing=0.1))
+    params = {n: p + 0.1 for n, p in params.items()}
+    op = kind(model, loss, params, data)
+    compiled = op.compiled(backend="aot_eager")  # fullgraph=True: a break would raise
+    V = torch.randn(op.shape[1], 3)
+    torch.testing.assert_close(compiled @ V, op @ V, **TOLERANCE)
+    blocks = op.block_diagonal()
+    torch.testing.assert_close(blocks.compiled(backend="aot_eager") @ V, blocks @ V, **TOLERANCE)
+    with compiled.cached():
+        torch.testing.assert_close(compiled @ V, op @ V, **TOLERANCE)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(compiled)) @ V, op @ V, **TOLERANCE)
+
+
+def test_R8_compiled_gaussian_hessian_is_no_expectation():
+    torch.manual_seed(0)
+    model, X, y = nn.Linear(4, 2), torch.randn(5, 4), torch.randn(5, 1)
+    f = lambda p, x: ((out := predictor(model)(p, x))[:, :1], out[:, 1:].exp())  # noqa: E731
+    op = HessianLinearOperator(f, nn.GaussianNLLLoss(), named(model), [(X, y)])
+    torch.testing.assert_close(op.compiled(backend="eager").to_dense(), op.to_dense(), **TOLERANCE)
+
+
 def test_R8_an_exception_inside_leaves_no_cache():
     model, loss, params, data = problem()
     op = GGNLinearOperator(model, loss, params, data)
