@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +17,17 @@ from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from tqdm import tqdm
 
-from curvops import viz
+from curvops import report, viz
+from curvops._digits import TRAIN, digits, network, train
 from curvops.kfac.operator import KFACLinearOperator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "report":
+        return report.main(argv[1:])
     args = _parser().parse_args(argv)
     try:
         args.run(args)
@@ -39,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m curvops",
         description="Train a small network on handwritten digits and show its curvature (KFAC) layer by layer.",
+        epilog="`python -m curvops report --help`: a page about the curvature of a model of your own.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("curvops-demo"), help="folder for the plots")
@@ -73,18 +76,20 @@ def demo(args: argparse.Namespace) -> None:
     for module in ("sklearn", "matplotlib"):
         viz.require(module)
     with _section("Data and model"):
-        images, labels = _digits()
-        model = _network(args.seed)
+        images, labels = digits()
+        model = network(args.seed)
         size = sum(p.numel() for p in model.parameters())
         print(f"{len(images)} images of 8 x 8 pixels in 10 classes; convolutional network with {size} parameters")
     with _section("Training"):
-        train = DataLoader(TensorDataset(images[:1500], labels[:1500]), 250)
-        _train(model, images[:1500], labels[:1500], args.epochs, args.seed)
-        print(f"accuracy on {len(images) - 1500} held-out images: {_accuracy(model, images[1500:], labels[1500:]):.1%}")
+        data = DataLoader(TensorDataset(images[:TRAIN], labels[:TRAIN]), 250)
+        train(model, images[:TRAIN], labels[:TRAIN], args.epochs, args.seed)
+        print(
+            f"accuracy on {len(images) - TRAIN} held-out images: {_accuracy(model, images[TRAIN:], labels[TRAIN:]):.1%}"
+        )
     with _section("KFAC of the cross-entropy loss, exact at the output (type-2)"):
         parameters = dict(model.named_parameters())
         K = KFACLinearOperator(
-            model, nn.CrossEntropyLoss(), parameters, train, fisher_type="type-2", progressbar=True
+            model, nn.CrossEntropyLoss(), parameters, data, fisher_type="type-2", progressbar=True
         )  # fmt: skip
         print(f"a {K.shape[0]} x {K.shape[1]} scipy LinearOperator in {len(K.parts)} blocks, one per layer\n")
         _print_blocks(K, args.damping)
@@ -95,7 +100,7 @@ def demo(args: argparse.Namespace) -> None:
         print(f"trace           {float(K.trace()):12.5g}\nFrobenius norm  {float(K.frobenius_norm()):12.5g}")
         print(f"trace, damped   {float(damped.trace()):12.5g}\nlogdet, damped  {float(damped.logdet()):12.5g}")
     with _section(f"Solving (K + {args.damping:g} I) x = gradient with the inverse"):
-        b = _gradient(model, images[:1500], labels[:1500])
+        b = _gradient(model, images[:TRAIN], labels[:TRAIN])
         x = K.inverse(args.damping) @ b
         residual = damped @ x - b
         print(f"|gradient| = {float(b.norm()):.3g}   |x| = {float(x.norm()):.3g}")
@@ -114,42 +119,6 @@ def _section(title: str) -> Iterator[None]:
     start = perf_counter()
     yield
     print(f"({perf_counter() - start:.2f} s)", flush=True)
-
-
-def _digits() -> tuple[Tensor, Tensor]:
-    """scikit-learn's digits, shuffled: images in [0, 1] and their labels."""
-    digits = viz.require("sklearn.datasets").load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    return images[order], torch.as_tensor(digits.target)[order]
-
-
-def _network(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(1, 8, 3, padding=1),
-            relu1=nn.ReLU(),
-            conv2=nn.Conv2d(8, 16, 3, padding=1, stride=2),
-            relu2=nn.ReLU(),
-            flatten=nn.Flatten(),
-            hidden=nn.Linear(256, 32),
-            relu3=nn.ReLU(),
-            classes=nn.Linear(32, 10),
-        )
-    )
-
-
-def _train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, seed: int) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in (bar := tqdm(range(epochs), desc="training", unit="epoch")):
-        for batch in torch.randperm(len(images), generator=generator).split(50):
-            loss = cross_entropy(model(images[batch]), labels[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ No global state of matplotlib is used, so the pictures can be drawn anywhere, in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -88,6 +89,22 @@ def plot_layer_bars(K: DirectSum, path: str | Path | None = None) -> Figure:
     axes.margins(x=0.12)
     axes.set(xlabel="trace", title="Where the curvature is")
     axes.spines[["top", "right"]].set_visible(False)
+    return _save(figure, path)
+
+
+def plot_density(densities: Mapping[str, Any], path: str | Path | None = None) -> Figure:
+    """Draw spectral densities, ``{name: lanczos_approximate_spectrum(...)}``, with two standard errors to each side."""
+    figure = _figure(7.2, 2.6 * len(densities) + 0.6)
+    rows = figure.subplots(len(densities), 1, squeeze=False)[:, 0]
+    for axes, (name, found), colour in zip(rows, densities.items(), cycle(COLOURS), strict=False):
+        grid, density, error = (t.detach().double().cpu() for t in (found.grid, found.density, found.stderr))
+        floor = 1e-6 * float(density.max())
+        axes.plot(grid.numpy(), density.clamp(min=floor).numpy(), color=colour)
+        if torch.isfinite(error).all():
+            low, high = ((density + s * error).clamp(min=floor).numpy() for s in (-2, 2))
+            axes.fill_between(grid.numpy(), low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.set(yscale="log", xlabel="eigenvalue", ylabel="density", title=name)
+        axes.grid(True, which="major", alpha=0.3)
     return _save(figure, path)
 
 

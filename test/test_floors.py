@@ -29,7 +29,7 @@ FLOORS: list[set[str]] = [
         "activations",
         "interaction_basis",
     },
-    {"optim", "distributed", "report", "testing", "viz", "__main__"},
+    {"optim", "distributed", "report", "_page", "_digits", "testing", "viz", "__main__"},
 ]
 #: Neighbours on one floor that do not know each other.
 STRANGERS = [{"optim", "distributed"}]

@@ -1,0 +1,82 @@
+"""One self-contained HTML page: tables that sort, pictures inside, nothing to fetch."""
+
+from __future__ import annotations
+
+import base64
+import io
+from html import escape
+from typing import Any
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
+h1,h2{line-height:1.2}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
+th,td{padding:.3rem .6rem;border-bottom:1px solid #ddd;text-align:right}th:first-child,td:first-child,.text{text-align:left}
+th button{all:unset;cursor:pointer;font-weight:600}th button:focus-visible{outline:2px solid #0072b2}
+th[aria-sort=ascending] button::after{content:" \\25b2"}th[aria-sort=descending] button::after{content:" \\25bc"}
+.wide{overflow-x:auto}figure{margin:1.5rem 0}img{max-width:100%;height:auto}
+"""
+_SCRIPT = """
+document.querySelectorAll("th button").forEach(button => button.addEventListener("click", () => {
+  const head = button.closest("th"), table = head.closest("table"), body = table.tBodies[0];
+  const column = [...head.parentNode.children].indexOf(head);
+  const down = head.getAttribute("aria-sort") === "ascending";
+  const key = row => { const v = row.cells[column].dataset.value; const n = Number(v); return Number.isNaN(n) ? v : n; };
+  const rows = [...body.rows].sort((a, b) => { const x = key(a), y = key(b); return x < y ? -1 : x > y ? 1 : 0; });
+  if (down) rows.reverse();
+  head.parentNode.querySelectorAll("th").forEach(h => h.removeAttribute("aria-sort"));
+  head.setAttribute("aria-sort", down ? "descending" : "ascending");
+  body.append(...rows);
+}));
+"""
+
+
+def render(numbers: dict[str, Any], figures: dict[str, Any]) -> str:
+    """Return the page for what :func:`curvops.report.measure` returns."""
+    layers = numbers["layers"]
+    eigenvalues = [
+        {"operator": name, "rank": i + 1, "eigenvalue": e["value"], "error at most": e["error"]}
+        for name, found in numbers["eigenvalues"].items()
+        for i, e in enumerate(found)
+    ]
+    traces = [{"operator": n, "trace": t["value"], "standard error": t["stderr"]} for n, t in numbers["trace"].items()]
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Curvature report</title>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
+            f"<style>{_STYLE}</style></head><body><h1>Curvature report</h1>",
+            f"<p>{numbers['parameters']} parameters in {numbers['blocks']} blocks. Suggested damping: ",
+            f'<strong id="damping">{numbers["suggested_damping"]:.3g}</strong>, a tenth of the mean eigenvalue.</p>',
+            "<h2>Layers</h2><p>Distance: Frobenius norm of the difference from the Gauss-Newton block, relative to its own; "
+            "cosine: of the angle between the two matrices. Both are estimated from products.</p>",
+            _table("layers", layers),
+            "<h2>Largest eigenvalues</h2>",
+            _table("eigenvalues", eigenvalues),
+            "<h2>Traces</h2>",
+            _table("traces", traces),
+            *(f"<h2>{escape(title)}</h2>{_figure(figure, title)}" for title, figure in figures.items()),
+            f"<script>{_SCRIPT}</script></body></html>",
+        ]
+    )
+
+
+def _table(name: str, rows: list[dict[str, Any]]) -> str:
+    columns = list(rows[0]) if rows else []
+    head = "".join(f'<th scope="col"><button type="button">{escape(c)}</button></th>' for c in columns)
+    body = "".join("<tr>" + "".join(_cell(row[c]) for c in columns) + "</tr>" for row in rows)
+    return f'<div class="wide"><table id="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f'<td data-value="{value!r}">{value:.4g}</td>'
+    if isinstance(value, int):
+        return f'<td data-value="{value}">{value}</td>'
+    text = " × ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f'<td class="text" data-value="{escape(text, quote=True)}">{escape(text)}</td>'
+
+
+def _figure(figure: Any, title: str) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return f'<figure><img alt="{escape(title, quote=True)}" src="data:image/png;base64,{data}"></figure>'
