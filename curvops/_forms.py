@@ -66,8 +66,23 @@ def split(V: Tensor, shapes: Shapes) -> list[Tensor]:
     return [v.reshape(len(V), *s) for v, s in zip(parts, shapes, strict=True)]
 
 
+class Adjacent(list[Tensor]):
+    """Blocks that lie side by side in ``rows [K, D]``, made for an answer: :func:`join` need not copy them.
+
+    Args:
+        rows: Uninitialised, or what the blocks hold.
+        shapes: Shapes of the blocks.
+    """
+
+    def __init__(self, rows: Tensor, shapes: Shapes) -> None:
+        super().__init__(split(rows, shapes))
+        self.rows = rows
+
+
 def join(V: Sequence[Tensor]) -> Tensor:
     """Concatenate blocks ``[K, *shape]`` to rows ``[K, D]``."""
+    if isinstance(V, Adjacent):
+        return V.rows
     if len(V) == 1:
         return V[0].reshape(len(V[0]), prod(V[0].shape[1:]))
     return torch.cat([v.reshape(len(v), prod(v.shape[1:])) for v in V], dim=1)

@@ -1,8 +1,8 @@
 """The linear map that a model, or its gradient, is near one batch: Jacobian products from as few passes as possible.
 
-Two ways lead to ``J v``. *Forward mode* carries tangents along a forward pass whose graph then gives ``J' u``: one pass for
-both, but a pass for every ``v``. *Double backward* differentiates ``u -> J' u``, which is linear, once more: it works with
-every operation that has second derivatives, and on one graph for any number of vectors.
+Two ways lead to ``J v``. *Forward mode* carries tangents along the forward pass whose graph then gives ``J' u``; what it does
+to them is recorded and replayed for further vectors. *Double backward* differentiates ``u -> J' u``, which is linear, once
+more: it works with every operation that has second derivatives.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointError
 
-#: Columns from which double backward on one graph is cheaper than a forward pass with tangents for each.
-FEW_COLUMNS = 2
+from curvops._tape import Tape
 
 
 @contextmanager
@@ -51,7 +51,7 @@ class Graph:
         if not live:
             return self.output.new_zeros(len(V[0]), *self.output.shape)
         outputs = [p for p, _ in live]
-        return torch.stack([_grad(outputs, [u], [v[k] for _, v in live])[0] for k in range(len(V[0]))])
+        return stacked([_grad(outputs, [u], [v[k] for _, v in live])[0] for k in range(len(V[0]))], self.output)
 
     def vjp(self, U: Tensor, which: Sequence[int]) -> list[Tensor]:
         """Return ``J' u`` for cotangents ``U [K, *output.shape]``: ``[K, *shape]`` for the leaves ``which``."""
@@ -59,7 +59,7 @@ class Graph:
         if not self.output.requires_grad:
             return [leaf.new_zeros(len(U), *leaf.shape) for leaf in leaves]
         rows = [_grad([self.output], leaves, [u]) for u in U]
-        return [torch.stack(column) for column in zip(*rows, strict=True)]
+        return [stacked([row[i] for row in rows], leaf) for i, leaf in enumerate(leaves)]
 
     def bytes(self) -> int:
         """Return the memory that the graph holds."""
@@ -77,18 +77,19 @@ class Graph:
 
 
 class Dual(Graph):
-    """Forward mode: every product with the Jacobian is a forward pass, and one graph gives the adjoint.
+    """Forward mode: one forward pass carries tangents and makes the graph of the adjoint; more vectors replay the tape.
 
     Args:
         run: Computes the output from tensors in the place of the leaves.
         leaves: What to differentiate with respect to.
-        output: Attached to its graph, if that exists already; else the first product makes it on the way.
+        keep: Whether more products will come.
     """
 
-    def __init__(
-        self, run: Callable[[list[Tensor]], Tensor], leaves: Sequence[Tensor], output: Tensor | None = None
-    ) -> None:
-        self.run, self.leaves, self._graph = run, list(leaves), output
+    def __init__(self, run: Callable[[list[Tensor]], Tensor], leaves: Sequence[Tensor], keep: bool) -> None:
+        self.run, self.leaves, self._keep = run, list(leaves), keep
+        self._graph: Tensor | None = None
+        self._tape: Tape | None = None
+        self._tried = False
         self._transposed = None
 
     @property
@@ -99,19 +100,60 @@ class Dual(Graph):
         return self._graph
 
     def jvp(self, V: Sequence[Tensor], which: Sequence[int]) -> Tensor:
-        load_forward_mode()
-        return torch.stack([self._tangent(dict(zip(which, column, strict=True))) for column in zip(*V, strict=True)])
+        columns = list(zip(*V, strict=True))
+        rows = []
+        for column in columns:
+            if self._tape is None:
+                record = not self._tried and (self._keep or len(columns) > 1)
+                rows.append(self._tangent(column, which, record))
+            else:
+                (row,) = self._tape.replay(column)
+                rows.append(torch.zeros_like(self.output).detach() if row is None else row)
+        return stacked(rows, self.output)
 
-    def _tangent(self, tangents: dict[int, Tensor]) -> Tensor:
-        with torch.set_grad_enabled(self._graph is None), forward_ad.dual_level():
-            inputs = [forward_ad.make_dual(p, tangents[i]) if i in tangents else p for i, p in enumerate(self.leaves)]
+    def _tangent(self, column: Sequence[Tensor], which: Sequence[int], record: bool) -> Tensor:
+        def primal_and_tangent(inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
             primal, tangent = forward_ad.unpack_dual(self.run(inputs))
+            return [primal], [tangent]
+
+        with torch.set_grad_enabled(self._graph is None):
+            (primal,), (tangent,), tape = dual_pass(primal_and_tangent, self.leaves, column, which, record)
+        self._tape, self._tried = tape, self._tried or record
         if self._graph is None:
             self._graph = primal
         return torch.zeros_like(primal).detach() if tangent is None else tangent.detach()
 
+    def vjp(self, U: Tensor, which: Sequence[int]) -> list[Tensor]:
+        try:
+            return super().vjp(U, which)
+        except CheckpointError:
+            # Checkpoints recompute without tangents, and miss what the rules for tangents saved for backward passes.
+            self._graph = self.run(self.leaves)
+            return super().vjp(U, which)
+
     def bytes(self) -> int:
-        return saved_bytes(self.output)
+        return saved_bytes(self.output, tape=self._tape)
+
+
+def dual_pass(
+    run: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor | None]]],
+    leaves: Sequence[Tensor],
+    column: Sequence[Tensor],
+    which: Sequence[int],
+    record: bool,
+) -> tuple[list[Tensor], list[Tensor | None], Tape | None]:
+    """Call ``run`` on leaves with tangents; return its outputs, their tangents, and a tape if that is asked for and valid."""
+    load_forward_mode()
+    given = dict(zip(which, column, strict=True))
+    with forward_ad.dual_level():
+        inputs = [forward_ad.make_dual(p, given[i]) if i in given else p for i, p in enumerate(leaves)]
+        if not record:
+            return *run(inputs), None
+        carried = [forward_ad.unpack_dual(inputs[i]).tangent for i in which]
+        with Tape(carried) as tape:
+            primals, tangents = run(inputs)
+        valid = tape.finish(tangents, column)
+    return primals, tangents, tape if valid else None
 
 
 class Slope(Graph):
@@ -135,7 +177,54 @@ class Slope(Graph):
             return [torch.zeros_like(v) for v in V]
         slopes = [s for s, _ in live]
         rows = [_grad(slopes, leaves, [v[k] for _, v in live]) for k in range(len(V[0]))]
-        return [torch.stack(column) for column in zip(*rows, strict=True)]
+        return [stacked([row[i] for row in rows], leaf) for i, leaf in enumerate(leaves)]
+
+
+class DualSlope(Graph):
+    """The Hessian of a scalar, forward over reverse: tangents go through the forward and the backward pass.
+
+    torch's second derivative of a convolution takes detours; this way every term is one convolution.
+
+    Args:
+        value: Computes the scalar from tensors in the place of the leaves.
+        leaves: What to differentiate with respect to.
+        keep: Whether more products will come.
+    """
+
+    def __init__(self, value: Callable[[list[Tensor]], Tensor], leaves: Sequence[Tensor], keep: bool) -> None:
+        self.value, self.leaves, self._keep = value, list(leaves), keep
+        self._tape: Tape | None = None
+        self._tried = False
+
+    def hvp(self, V: Sequence[Tensor], which: Sequence[int]) -> list[Tensor]:
+        """Return ``H v`` for ``V[i] [K, *shape]``, one for every leaf."""
+        rows = []
+        for column in zip(*V, strict=True):
+            if self._tape is None:
+                record = not self._tried and (self._keep or len(V[0]) > 1)
+                tangents = self._tangents(column, which, record)
+                self._tried |= record
+            else:
+                tangents = self._tape.replay(column)
+            rows.append(
+                [torch.zeros_like(v) if t is None else t.detach() for v, t in zip(column, tangents, strict=True)]
+            )
+        return [stacked([row[i] for row in rows], leaf) for i, leaf in enumerate(self.leaves)]
+
+    def _tangents(self, column: Sequence[Tensor], which: Sequence[int], record: bool) -> list[Tensor | None]:
+        def slopes(inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+            value = self.value(inputs)
+            if not value.requires_grad:
+                return [], [None] * len(inputs)
+            found = torch.autograd.grad(value, inputs, allow_unused=True)
+            return [], [None if s is None else forward_ad.unpack_dual(s).tangent for s in found]
+
+        _, tangents, tape = dual_pass(slopes, self.leaves, column, which, record)
+        self._tape = tape
+        return tangents
+
+    def bytes(self) -> int:
+        return saved_bytes(tape=self._tape)
 
 
 @cache
@@ -148,27 +237,38 @@ def load_forward_mode() -> None:
             torch.nn.functional.layer_norm(torch.log_softmax(x, 1), (2,))
 
 
+def stacked(rows: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return rows, which are shaped ``like`` something, on a new first axis; a single one without a copy."""
+    if len(rows) == 1:
+        return rows[0].unsqueeze(0)
+    return torch.stack(list(rows)) if rows else like.new_empty(0, *like.shape)
+
+
 def _grad(outputs: Any, inputs: Any, cotangents: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(
         outputs, inputs, cotangents, retain_graph=True, allow_unused=True, materialize_grads=True
     )
 
 
-def has_convolutions(output: Tensor) -> bool:
-    """Whether a graph has convolutions: torch's second derivative of one always computes all three of its terms."""
-    return any("ConvolutionBackward" in node.name() for node in _nodes(output))
+def lacks_forward_mode(error: Exception) -> bool:
+    """Whether autograd complains about an operation, or a function of the user's, that has no rule for tangents."""
+    return isinstance(error, CheckpointError) or "forward AD" in str(error) or "forward mode AD" in str(error)
 
 
-def saved_bytes(*outputs: Tensor | None) -> int:
-    """Return how much memory a graph holds in what its nodes saved, every storage counted once."""
-    sizes: dict[int, int] = {}
+def has_convolutions(model: Any) -> bool:
+    """Whether a module has convolutional layers."""
+    return isinstance(model, nn.Module) and any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+
+
+def saved_bytes(*outputs: Tensor | None, tape: Tape | None = None) -> int:
+    """Return how much memory a graph holds in what its nodes saved, and a tape, every storage counted once."""
+    saved = [] if tape is None else tape.constants()
     for node in _nodes(*outputs):
         for name in dir(node):
             if name.startswith("_saved_"):
-                for t in _tensors(getattr(node, name, None)):
-                    storage = t.untyped_storage()
-                    sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
+                saved += _tensors(getattr(node, name, None))
+    storages = (t.untyped_storage() for t in saved)
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def _nodes(*outputs: Tensor | None) -> set[Any]:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from curvops._compiled import Compiled, Pieces
-from curvops._linearize import FEW_COLUMNS, Dual, Graph, differentiable_kernels, has_convolutions
+from curvops._forms import Adjacent
+from curvops._linearize import Dual, Graph, differentiable_kernels, lacks_forward_mode
 from curvops._operator import LinearOperator
+from curvops._scalars import wide
 from curvops._traceless import plain, random_state_kept, swapped
 from curvops.losses import OutputView
 from curvops.risk import EmpiricalRisk
@@ -82,7 +84,7 @@ class RiskOperator(LinearOperator):
 
     # ---- what a subclass says --------------------------------------------------------------------
     @abstractmethod
-    def _linearize(self, point: Point, output_of: Any, columns: int, keep: bool) -> None:
+    def _linearize(self, point: Point, output_of: Any, keep: bool) -> None:
         """Put a graph, and what else a product needs, into ``point``."""
 
     @abstractmethod
@@ -94,24 +96,32 @@ class RiskOperator(LinearOperator):
         data = terms = 0
         with torch.inference_mode(False), torch.enable_grad():
             normalizer = torch.zeros((), dtype=torch.float64, device=self.device)
-            V = [plain(v) for v in V]
-            totals = [torch.zeros_like(v) for v in V]
-            for point in self._points(len(V[0])):
+            V = [plain(v).contiguous() for v in V]  # columns of a matrix lie far apart
+            totals: dict[int, Tensor] = {}
+            for point in self._points():
                 for which in self._blocks:
                     for i, share in zip(which, self._times(point, [V[i] for i in which], which), strict=True):
-                        totals[i] += share.detach()
+                        share = wide(share.detach())
+                        totals[i] = totals[i] + share if i in totals else share
                 assert point.view is not None
                 normalizer += point.view.normalizer
                 data += self._risk.batch_size(point.X, point.view.layout.shape) or self._rows_of(point)
                 terms += point.view.N * point.view.T
         self._risk.check_counts(data, terms)
-        if self._risk.loss.reduction == "sum":
-            return totals
-        return [t / normalizer.to(t.dtype) if float(normalizer) else t * 0 for t in totals]
+        scale = 1.0
+        if self._risk.loss.reduction == "mean":
+            scale = 1 / float(normalizer) if float(normalizer) else 0.0  # every target was ignored
+        with torch.no_grad():
+            rows = torch.empty(len(V[0]), self.shape[0], dtype=self.torch_dtype, device=self.device)
+            answer = Adjacent(rows, self.range)
+            for i, block in enumerate(answer):
+                torch.mul(totals[i], scale, out=block)
+        return answer
 
-    def _points(self, columns: int) -> Iterator[Point]:
+    def _points(self) -> Iterator[Point]:
         """Yield the batches, linearised, with the values of ``params`` in the model's place."""
-        with random_state_kept(self.device), differentiable_kernels(self.device):
+        full_precision = torch.autocast(self.device.type, enabled=False)  # backward passes, too
+        with random_state_kept(self.device), differentiable_kernels(self.device), full_precision:
             cache = self._cache
             ready = cache.points if cache is not None and cache.complete else []
             if ready and all(p is not None for p in ready):
@@ -124,10 +134,10 @@ class RiskOperator(LinearOperator):
                 known = ready[i] if i < len(ready) else None
                 with self._risk.leaves(known.leaves if known else None) as leaves:
                     keep = cache is not None and not ready
-                    point = known or self._linearized(Point(X, y, start, leaves), columns, keep)
-                    if keep:
-                        fresh.add(point)
+                    point = known or self._linearized(Point(X, y, start, leaves), keep)
                     yield point
+                    if keep:
+                        fresh.add(point)  # now that all it will hold is there
                 start += self._rows_of(point)
             if cache is not None and not ready:
                 fresh.complete, self._cache = True, fresh
@@ -136,7 +146,7 @@ class RiskOperator(LinearOperator):
         """Return how many rows of the prediction a batch has: where the random draws of the next one begin."""
         return point.view.layout.shape[0] if point.view is not None else 0
 
-    def _linearized(self, point: Point, columns: int, keep: bool) -> Point:
+    def _linearized(self, point: Point, keep: bool) -> Point:
         names = list(point.leaves)
 
         def output_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -148,28 +158,25 @@ class RiskOperator(LinearOperator):
                 raw = self._risk.predict(replaced, point.X)
             return self._risk.loss.prepare(raw)
 
-        with torch.autocast(self.device.type, enabled=False):
-            self._linearize(point, output_of, columns, keep)
+        self._linearize(point, output_of, keep)
         return point
 
-    def _jacobian(self, point: Point, output_of: Any, columns: int, keep: bool) -> Graph:
-        """Choose how to multiply by the Jacobian: tangents for few vectors, one graph for many or for later."""
+    def _jacobian(self, point: Point, output_of: Any, keep: bool) -> Graph:
+        """Choose how to multiply by the Jacobian."""
         leaves = list(point.leaves.values())
         if self._pieces is not None:
             return Compiled(self._pieces, leaves, point.X)
-        forward = self.linearization == "forward" and len(self._blocks) == 1
-        if forward and not keep and columns <= FEW_COLUMNS:
-            return Dual(output_of, leaves)
-        output = output_of(leaves)
-        # Forward mode pays even for many vectors where there are convolutions: 1.7 instead of 2.0 gradients.
-        return Dual(output_of, leaves, output) if forward and has_convolutions(output) else Graph(output, leaves)
+        # A pass with tangents for every block of parameters would cost more than one graph for all.
+        if self.linearization == "forward" and len(self._blocks) == 1:
+            return Dual(output_of, leaves, keep)
+        return Graph(output_of(leaves), leaves)
 
     def _tangents(self, point: Point, V: list[Tensor], which: list[int]) -> Tensor:
         """Return ``J v``; operations without forward mode send everything to double backward from here on."""
         try:
             return point.graph.jvp(V, which)
         except (NotImplementedError, RuntimeError) as error:
-            if not isinstance(point.graph, Dual) or "forward AD" not in str(error):
+            if not isinstance(point.graph, Dual) or not lacks_forward_mode(error):
                 raise
         self.linearization = "backward"
         point.graph = Graph(point.graph.output, point.graph.leaves)

@@ -85,7 +85,7 @@ class _ActivationOperator(RiskOperator):
             raise ValueError(f"activation: the forward pass does not call the module of {self._activation!r}.")
         return raw, leaves[0]
 
-    def _linearized(self, point: Point, columns: int, keep: bool) -> Point:
+    def _linearized(self, point: Point, keep: bool) -> Point:
         with torch.autocast(self.device.type, enabled=False):
             raw, leaf = self._observe(point.X)
             output = self._risk.loss.prepare(raw)
@@ -93,7 +93,7 @@ class _ActivationOperator(RiskOperator):
             point.graph = self._graph(point, output, leaf)
         return point
 
-    def _linearize(self, point: Point, output_of: Any, columns: int, keep: bool) -> None:
+    def _linearize(self, point: Point, output_of: Any, keep: bool) -> None:
         raise NotImplementedError
 
     def _graph(self, point: Point, output: Tensor, leaf: Tensor) -> Graph:
@@ -104,7 +104,7 @@ class _ActivationOperator(RiskOperator):
         normalizer = 0.0
         with torch.inference_mode(False), torch.enable_grad():
             pieces = plain(V[0]).flatten(1).split([s.numel() for s in self._shapes], 1)
-            for point, v, shape in zip(self._points(K), pieces, self._shapes, strict=True):
+            for point, v, shape in zip(self._points(), pieces, self._shapes, strict=True):
                 parts.append(self._times(point, [v.reshape(K, *shape)], [0])[0].detach().reshape(K, -1))
                 assert point.view is not None
                 normalizer += float(point.view.normalizer)

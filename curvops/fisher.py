@@ -43,4 +43,9 @@ class EFLinearOperator(OutputMetric):
 
     def _metric(self, point: Point, U: Tensor) -> Tensor:
         assert point.view is not None
+        if self._per == "example" and self._risk.batch_size(point.X, point.view.layout.shape) != point.view.N:
+            raise ValueError(
+                f"per='example': found a prediction of shape {point.view.layout.shape}, whose first axis does not count the "
+                "data; expected [N, ...], one row for every datum. Reshape it, say batch_size_fn=, or use per='term'."
+            )
         return outer(point.view, point.view.gradient(), U, self._per)

@@ -22,14 +22,13 @@ class OutputMetric(RiskOperator):
     def _metric(self, point: Point, U: Tensor) -> Tensor:
         """Return ``M u`` for ``U [K, *output.shape]``."""
 
-    def _linearize(self, point: Point, output_of: Any, columns: int, keep: bool) -> None:
-        point.graph = self._jacobian(point, output_of, columns, keep)
+    def _linearize(self, point: Point, output_of: Any, keep: bool) -> None:
+        point.graph = self._jacobian(point, output_of, keep)
 
     def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
         U = self._tangents(point, V, which)
         if point.view is None:
-            with torch.autocast(self.device.type, enabled=False):
-                point.view = self._risk.loss.view(point.graph.output.detach(), point.y)
+            point.view = self._risk.loss.view(point.graph.output.detach(), point.y)
         return point.graph.vjp(self._metric(point, U).to(U.dtype), which)
 
 

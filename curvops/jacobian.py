@@ -52,8 +52,8 @@ class JacobianLinearOperator(RiskOperator):
                 shapes.append(tuple(output.shape))
         return shapes
 
-    def _linearize(self, point: Point, output_of: Any, columns: int, keep: bool) -> None:
-        point.graph = self._jacobian(point, output_of, columns, keep)
+    def _linearize(self, point: Point, output_of: Any, keep: bool) -> None:
+        point.graph = self._jacobian(point, output_of, keep)
 
     def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
         raise NotImplementedError
@@ -62,7 +62,7 @@ class JacobianLinearOperator(RiskOperator):
         everything, K = list(range(len(V))), len(V[0])
         with torch.inference_mode(False), torch.enable_grad():
             V = [plain(v) for v in V]
-            parts = [self._tangents(p, V, everything).detach().reshape(K, -1) for p in self._points(K)]
+            parts = [self._tangents(p, V, everything).detach().reshape(K, -1) for p in self._points()]
         return [torch.cat(parts, 1).reshape(K, *self._range)]
 
     def _pull(self, U: Tensor) -> list[Tensor]:
@@ -71,8 +71,7 @@ class JacobianLinearOperator(RiskOperator):
         sizes = [torch.Size(s).numel() for s in self._shapes]
         with torch.inference_mode(False), torch.enable_grad():
             U, totals = plain(U), [U.new_zeros(K, *shape) for shape in self.domain]
-            # As if there were many columns: the transpose needs a graph, and no tangents.
-            points = zip(self._points(K + 1000), U.split(sizes, 1), self._shapes, strict=True)
+            points = zip(self._points(), U.split(sizes, 1), self._shapes, strict=True)
             for point, u, shape in points:
                 for total, share in zip(totals, point.graph.vjp(u.reshape(K, *shape), everything), strict=True):
                     total += share

@@ -15,7 +15,18 @@ ROOT = Path(__file__).resolve().parents[1] / "curvops"
 
 FLOORS: list[set[str]] = [
     {"_operator", "_algebra", "_forms", "_communicator", "_random", "_linalg", "_scalars", "structured"},
-    {"_params", "_traceless", "_linearize", "_compiled", "risk", "losses", "inverse", "estimators", "kfac.rules"},
+    {
+        "_params",
+        "_traceless",
+        "_tape",
+        "_linearize",
+        "_compiled",
+        "risk",
+        "losses",
+        "inverse",
+        "estimators",
+        "kfac.rules",
+    },
     {f"kfac.{room}" for room in "_autograd recorder sites tied vectors schedule sharing".split()}
     | {f"kfac.{room}" for room in "uses statistics rotation collect gradients reducers rank_one".split()},
     {
