@@ -291,7 +291,8 @@ class LinearOperator(ScipyLinearOperator, ABC):
 
     def inverse(self, damping: Any = 0.0, how: str = "exact") -> LinearOperator:
         """Return ``(op + damping I)^-1``."""
-        self._no_closed_form("inverse", "curvops.CGInverseLinearOperator(op.shift(damping))")
+        iterative = "MINRESInverseLinearOperator, LSMRInverseLinearOperator or NeumannInverseLinearOperator"
+        self._no_closed_form("inverse", f"curvops.CGInverseLinearOperator(op.shift(damping)), or {iterative}")
 
     def power(self, p: float) -> LinearOperator:
         """Return the symmetric power ``op^p``."""

@@ -7,14 +7,15 @@ with all rows, because that costs little and keeps shapes. Scalars of a row have
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 Rows = Callable[[Tensor], Tensor]
+Cycle = Callable[[Tensor, Tensor, Tensor, list[Tensor], int], Tensor]
 _LOOK = 10  # iterations of LSMR between two looks at the true residual
+_STRIKES = 3  # restarts of a row that may fail to halve its residual: then rounding is all that is left
 
 
 @dataclass(eq=False)
@@ -23,15 +24,16 @@ class SolveInfo:
 
     Attributes:
         iterations: Number of iterations.
-        residuals: Relative residual norms after every iteration, ``[iterations + 1, K]``, as the recurrence has them.
-        residual: Relative residual norms of the solutions, recomputed, ``[K]``.
-        converged: Which right-hand sides reached the tolerance, ``[K]``.
+        residuals: Relative residual norms ``[iterations + 1, K]``, from the right-hand side to the solution. Those on the
+            way are what the recurrence has (LSMR computes them every ten iterations); the last is ``residual``.
+        residual: Relative residual norms of the solutions, recomputed from ``b - A x``, ``[K]``.
+        converged: Which columns reached the tolerance, ``[K]``.
     """
 
-    iterations: int = 0
-    residuals: list[Tensor] = field(default_factory=list)
-    residual: Any = None
-    converged: Any = None
+    iterations: int
+    residuals: Tensor
+    residual: Tensor
+    converged: Tensor
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -49,102 +51,130 @@ def over(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(b == 0, torch.zeros_like(b), a / torch.where(b == 0, torch.ones_like(b), b))
 
 
+def require_finite(Y: Tensor) -> None:
+    """Refuse a product that overflowed, or that came from a model with NaN in it."""
+    if not torch.isfinite(Y).all():
+        raise ValueError("A product with the operator has NaN or infinite entries.")
+
+
+def report(history: list[Tensor], true: Tensor, converged: Tensor) -> SolveInfo:
+    """Return what happened; ``true`` are the relative residuals ``[K, 1]`` of the solutions."""
+    residuals = torch.cat([*history[:-1], true], 1).T
+    return SolveInfo(len(history) - 1, residuals, true.squeeze(1), converged.squeeze(1))
+
+
+def _record(history: list[Tensor], active: Tensor, relative: Tensor) -> None:
+    history.append(torch.where(active, relative, history[-1]))
+
+
+def _refine(
+    cycle: Cycle, A: Rows, B: Tensor, tol: float, maxiter: int, margin: float = 1.0
+) -> tuple[Tensor, SolveInfo]:
+    """Solve for what is left until the residual that counts, ``b - A x``, is small: recurrences drift away from it.
+
+    A cycle that made a row worse is undone. Every failure asks the next cycle for a smaller residual.
+    """
+    size = norm(B)
+    X, R, history = torch.zeros_like(B), B, [over(norm(B), norm(B))]
+    strikes = torch.zeros_like(size)
+    while len(history) <= maxiter:
+        before = norm(R)
+        active = (before > tol * size) & (strikes < _STRIKES)
+        if not active.any():
+            break
+        target = margin * tol * size * 0.1**strikes
+        new = X + cycle(torch.where(active, R, torch.zeros_like(R)), target, size, history, maxiter)
+        true = B - A(new)
+        better = active & (norm(true) < before)
+        X, R = torch.where(better, new, X), torch.where(better, true, R)
+        strikes = strikes + (active & (norm(R) > 0.5 * before))
+    true = over(norm(R), size)
+    return X, report(history, true, true <= tol)
+
+
 def cg(A: Rows, B: Tensor, M: Rows, tol: float, maxiter: int) -> tuple[Tensor, SolveInfo]:
     """Preconditioned conjugate gradients (Hestenes and Stiefel 1952) for a positive definite ``A``.
 
     Raises:
         ValueError: At a direction of negative curvature.
     """
-    info, size = SolveInfo(), norm(B)
-    X, R = torch.zeros_like(B), B.clone()
-    Z = M(R)
-    P, rz = Z.clone(), dot(R, Z)
-    info.residuals.append(over(norm(R), size))
-    active = info.residuals[-1] > tol
-    since = 0  # iterations since the residual was last computed from its definition
-    while active.any() and info.iterations < maxiter:
-        Q = A(P)
-        curvature = dot(P, Q)
-        _check(curvature, active, P, Q)
-        alpha = torch.where(active, over(rz, curvature), torch.zeros_like(rz))
-        X, R = X + alpha * P, R - alpha * Q
-        info.iterations, since = info.iterations + 1, since + 1
-        relative = over(norm(R), size)
-        if since > 1 and (active & (relative <= tol)).any():
-            # The recurrence drifts from the truth: look before a row is called done, and restart those that are not.
-            true = B - A(X)
-            wrong = active & (relative <= tol) & (over(norm(true), size) > tol)
-            R = torch.where(wrong, true, R)
-            relative = over(norm(R), size)
-            since = 0 if wrong.any() else since
-        else:
-            wrong = torch.zeros_like(active)
-        info.residuals.append(torch.where(active, relative, info.residuals[-1]))
-        active = active & (relative > tol)
-        Z = M(R)
-        new = dot(R, Z)
-        beta = torch.where(wrong, torch.zeros_like(new), over(new, rz))
-        P = torch.where(active, Z + beta * P, P)
-        rz = torch.where(active, new, rz)
-    return X, info
+
+    def cycle(R: Tensor, target: Tensor, size: Tensor, history: list[Tensor], maxiter: int) -> Tensor:
+        X, Z = torch.zeros_like(R), M(R)
+        P, rz = Z, dot(R, Z)
+        active = norm(R) > target
+        _require_definite(rz, active)
+        largest = torch.zeros_like(rz)
+        while active.any() and len(history) <= maxiter:
+            Q = A(P)
+            require_finite(Q)
+            largest = torch.maximum(largest, over(norm(Q), norm(P)))
+            curvature = over(dot(P, Q), dot(P, P))
+            _require_convex(curvature, largest, active)
+            active = active & (curvature > 0)  # zero up to rounding: nothing to gain in this direction
+            alpha = torch.where(active, over(rz, dot(P, Q)), torch.zeros_like(rz))
+            X, R = X + alpha * P, R - alpha * Q
+            _record(history, active, over(norm(R), size))
+            active = active & (norm(R) > target)
+            Z = M(R)
+            new = dot(R, Z)
+            _require_definite(new, active)
+            P = torch.where(active, Z + over(new, rz) * P, torch.zeros_like(P))
+            rz = new
+        return X
+
+    return _refine(cycle, A, B, tol, maxiter)
 
 
-def _check(curvature: Tensor, active: Tensor, P: Tensor, Q: Tensor) -> None:
-    if not torch.isfinite(curvature[active]).all():
-        raise ValueError("A product with the operator has NaN or infinite entries.")
-    round_off = torch.finfo(P.dtype).eps * norm(P) * norm(Q)
-    if (active & (curvature < -round_off)).any():
-        found = float((curvature / dot(P, P))[active].min())
+def _require_definite(rz: Tensor, active: Tensor) -> None:
+    if not (rz[active] > 0).all():
+        found = float(rz[active].min())
         raise ValueError(
-            f"The operator has a direction of negative curvature {found:.3g} (or its preconditioner is not positive "
-            "definite): conjugate gradients need a positive definite operator. Use MINRESInverseLinearOperator, or shift it: "
-            "op.shift(damping)."
+            f"The preconditioner M is not positive definite: found r' M r = {found:.3g} for a residual r. Expected an operator "
+            "such as `kfac.inverse(damping)` with damping > 0."
+        )
+
+
+def _require_convex(curvature: Tensor, largest: Tensor, active: Tensor) -> None:
+    if (active & (curvature < -100 * torch.finfo(curvature.dtype).eps * largest)).any():
+        raise ValueError(
+            f"The operator has a direction of negative curvature {float(curvature[active].min()):.3g}: conjugate gradients "
+            "need a positive definite operator. Use MINRESInverseLinearOperator, or shift it: op.shift(damping)."
         )
 
 
 def minres(A: Rows, B: Tensor, M: Rows, tol: float, maxiter: int) -> tuple[Tensor, SolveInfo]:
-    """Preconditioned minimal residuals (Paige and Saunders 1975) for a symmetric ``A``, restarted on the true residual."""
-    info, size = SolveInfo(), norm(B)
-    X, R = torch.zeros_like(B), B.clone()
-    info.residuals.append(over(norm(R), size))
-    stalled = torch.zeros_like(size, dtype=torch.bool)
-    while ((info.residuals[-1] > tol) & ~stalled).any() and info.iterations < maxiter:
-        before = over(norm(R), size)
-        active = (before > tol) & ~stalled
-        X = X + _minres_cycle(A, torch.where(active, R, torch.zeros_like(R)), size, M, tol, maxiter, info)
-        R = B - A(X)
-        after = over(norm(R), size)
-        info.residuals[-1] = after
-        stalled = stalled | (active & (after > 0.5 * before))
-    return X, info
+    """Preconditioned minimal residuals (Paige and Saunders 1975) for a symmetric ``A``."""
+
+    def cycle(R: Tensor, target: Tensor, size: Tensor, history: list[Tensor], maxiter: int) -> Tensor:
+        return _minres_cycle(A, R, M, target, size, history, maxiter)
+
+    return _refine(cycle, A, B, tol, maxiter, 0.5)
 
 
-def _minres_cycle(A: Rows, R: Tensor, size: Tensor, M: Rows, tol: float, maxiter: int, info: SolveInfo) -> Tensor:
+def _minres_cycle(
+    A: Rows, R: Tensor, M: Rows, target: Tensor, size: Tensor, history: list[Tensor], maxiter: int
+) -> Tensor:
     """Return the correction for residuals ``R``, by Lanczos and Givens rotations."""
-    zeros = torch.zeros_like(size)
+    zeros, nothing = torch.zeros_like(size), torch.zeros_like(R)
     y = M(R)
-    beta1 = dot(R, y)
-    if (beta1 < 0).any():
-        raise ValueError("The preconditioner is not positive definite: MINRES needs one that is.")
-    beta1 = beta1.sqrt()
+    _require_definite(dot(R, y), norm(R) > 0)
+    beta1 = dot(R, y).sqrt()
     eps = torch.finfo(R.dtype).eps
     r1, r2, beta, old = R, R, beta1, zeros
     dbar, epsilon, phibar, cosine, sine = zeros, zeros, beta1, -torch.ones_like(size), zeros
-    X, w, w2 = torch.zeros_like(R), torch.zeros_like(R), torch.zeros_like(R)
-    scale = norm(R)  # the recurrence measures residuals in the preconditioner's norm
-    active = beta1 > 0
+    X, w, w2 = nothing, nothing, nothing
+    scale = over(norm(R), beta1)  # the recurrence measures residuals in the preconditioner's norm
+    active = norm(R) > target
     largest = zeros
-    first = True
-    while active.any() and info.iterations < maxiter:
-        v = over(torch.ones_like(beta), beta) * y
+    while active.any() and len(history) <= maxiter:
+        v = torch.where(active, over(torch.ones_like(beta), beta) * y, nothing)
         y = A(v)
-        if not torch.isfinite(y).all():
-            raise ValueError("A product with the operator has NaN or infinite entries.")
-        if not first:
-            y = y - over(beta, old) * r1
+        require_finite(y)
+        y = y - over(beta, old) * r1
         alpha = dot(v, y)
         y = y - over(alpha, beta) * r2
-        r1, r2 = r2, y
+        r1, r2 = r2, torch.where(active, y, nothing)
         y = M(r2)
         old, beta = beta, dot(r2, y).clamp(min=0).sqrt()
         largest = torch.maximum(largest, (alpha.square() + beta.square() + old.square()).sqrt())
@@ -152,18 +182,14 @@ def _minres_cycle(A: Rows, R: Tensor, size: Tensor, M: Rows, tol: float, maxiter
         gbar, epsilon, dbar = sine * dbar - cosine * alpha, sine * beta, -cosine * beta
         gamma = (gbar.square() + beta.square()).sqrt().clamp(min=torch.finfo(R.dtype).tiny)
         cosine, sine = gbar / gamma, beta / gamma
-        singular = gamma <= 10 * eps * largest
-        phi = torch.where(active & ~singular, cosine * phibar, zeros)
+        active = active & (gamma > 10 * eps * largest)  # what is left is in the null space
+        phi = torch.where(active, cosine * phibar, zeros)
         phibar = torch.where(active, sine * phibar, phibar)
         w1, w2 = w2, w
-        w = (v - oldeps * w1 - delta * w2) / gamma
+        w = torch.where(active, (v - oldeps * w1 - delta * w2) / gamma, nothing)
         X = X + phi * w
-        info.iterations += 1
-        estimate = over(phibar, beta1) * scale
-        relative = torch.where(active, over(estimate, size), info.residuals[-1])
-        info.residuals.append(relative)
-        active = active & (relative > 0.5 * tol) & (beta > 10 * eps * largest) & ~singular
-        first = False
+        _record(history, active, over(phibar * scale, size))
+        active = active & (phibar * scale > target) & (beta > 10 * eps * largest)
     return X
 
 
@@ -172,27 +198,24 @@ def lsmr(A: Rows, T: Rows, B: Tensor, columns: int, damp: float, tol: float, max
 
     ``T`` multiplies by the transpose. Without damping the solution has minimal norm.
     """
-    info, size = SolveInfo(), norm(B)
-    X = B.new_zeros(len(B), columns)
-    R = B.clone()
-    info.residuals.append(over(norm(R), size))
+    size = norm(B)
+    X, R, history = B.new_zeros(len(B), columns), B, [over(norm(B), norm(B))]
     scale = torch.zeros_like(size)
     stalled = torch.zeros_like(size, dtype=torch.bool)
     previous = None
-    while info.iterations < maxiter:
+    while True:
         slope = T(R) - damp**2 * X
         done = _solved(R, slope, size, scale, tol)
         if previous is not None:
             stalled = stalled | (norm(slope) > 0.5 * previous)
         previous = norm(slope)
         active = ~done & ~stalled
-        if not active.any():
+        if not active.any() or len(history) > maxiter:
             break
-        step, found = _lsmr_cycle(A, T, R, X, size, active, damp, tol, maxiter, info)
+        step, found = _lsmr_cycle(A, T, R, X, size, active, damp, tol, maxiter, history)
         X, scale = X + step, torch.maximum(scale, found)
         R = B - A(X)
-        info.residuals[-1] = over(norm(R), size)
-    return X, info
+    return X, report(history, over(norm(R), size), done)
 
 
 def _solved(R: Tensor, slope: Tensor, size: Tensor, scale: Tensor, tol: float) -> Tensor:
@@ -210,7 +233,7 @@ def _lsmr_cycle(
     damp: float,
     tol: float,
     maxiter: int,
-    info: SolveInfo,
+    history: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return the correction and an estimate of the operator's norm; with damping the step counts from ``X0``."""
     # min |A (x0 + d) - b|^2 + damp^2 |x0 + d|^2 is a damped problem in d only if x0 = 0: stack the two otherwise.
@@ -236,15 +259,14 @@ def _lsmr_cycle(
     h, hbar, X = v, torch.zeros_like(v), torch.zeros_like(v)
     square = alpha.square()
     live = active & (alpha > 0)
-    for count in range(1, maxiter - info.iterations + 1):
+    for count in range(1, maxiter - len(history) + 2):
         u = apply(v) - alpha * u
         beta = norm(u)
         u = over(u, beta.expand_as(u))
         v = transpose(u) - beta * v
         alpha = norm(v)
         v = over(v, alpha.expand_as(v))
-        if not (torch.isfinite(alpha) & torch.isfinite(beta)).all():
-            raise ValueError("A product with the operator has NaN or infinite entries.")
+        require_finite(alpha + beta)
         alphahat = (alphabar.square() + lam**2).sqrt()
         rhoold, rho = rho, (alphahat.square() + beta.square()).sqrt()
         c, s = over(alphahat, rho), over(beta, rho)
@@ -256,15 +278,14 @@ def _lsmr_cycle(
         hbar = h - over(thetabar * rho, rhoold * rhobarold) * hbar
         X = torch.where(live, X + over(zeta, rho * rhobar) * hbar, X)
         h = v - over(thetanew, rho) * h
-        square = square + beta.square() + alpha.square()
-        info.iterations += 1
+        square = torch.maximum(square, beta.square() + alpha.square())  # no larger than the squared norm of A
         live = live & (alpha > 0) & (zetabar != 0)
         if count % _LOOK == 0 or not live.any():
             r = R - A(X)
             live = live & ~_solved(r, T(r) - damp**2 * (X0 + X), size, square.sqrt(), tol)
-            info.residuals.append(over(norm(r), size))
+            _record(history, active, over(norm(r), size))
         else:
-            info.residuals.append(info.residuals[-1])
+            history.append(history[-1])
         if not live.any():
             break
     return X, square.sqrt()

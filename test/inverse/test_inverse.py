@@ -65,13 +65,15 @@ def test_R6_tolerance_is_reached_at_condition_1e6_and_the_residual_is_true(kind)
     torch.testing.assert_close(inverse.last.residual, true, rtol=1e-6, atol=1e-10)  # rounding of products
     assert true.max() <= 1e-8
     assert inverse.last.converged.all()
-    assert len(inverse.last.residuals) == inverse.last.iterations + 1
+    assert inverse.last.residuals.shape == (inverse.last.iterations + 1, 4)
+    assert torch.equal(inverse.last.residuals[0], torch.ones(4, dtype=F64))
+    assert torch.equal(inverse.last.residuals[-1], inverse.last.residual)
     # The error of a solution is bounded by the condition number times the residual.
     want = torch.linalg.solve(M, B)
     assert ((X - want).norm(dim=0) / want.norm(dim=0)).max() <= 1e6 * 1e-8
 
 
-@pytest.mark.parametrize("kind", SYMMETRIC)
+@pytest.mark.parametrize("kind", [*SYMMETRIC, LSMRInverseLinearOperator])
 def test_R6_columns_at_once_equal_columns_alone(kind):
     A, _ = of(symmetric(30, 1e3))
     B = normal(30, 3, seed=3) * torch.tensor([1e-8, 1.0, 1e8], dtype=F64)
@@ -150,20 +152,24 @@ def test_R6_preconditioning_by_kfac_lowers_the_count_and_changes_nothing_else(ki
 @pytest.mark.parametrize("kind", [*SYMMETRIC, LSMRInverseLinearOperator, NeumannInverseLinearOperator])
 def test_R2_the_contract(kind):
     A, M = of(symmetric(6, 3.0) + torch.eye(6, dtype=F64))
-    options = {"scale": 0.5, "num_terms": 200} if kind is NeumannInverseLinearOperator else {"tol": 1e-13}
+    # The eigenvalues are between 4/3 and 2, so each term of the series takes a factor of five.
+    options = {"scale": 0.6, "num_terms": 18} if kind is NeumannInverseLinearOperator else {"tol": 1e-13}
     check_operator(kind(A, **options), torch.linalg.inv(M), rtol=1e-8)
     assert pickle.loads(pickle.dumps(kind(A, **options))).shape == (6, 6)
 
 
-def test_neumann_series():
+def test_R6_neumann_series():
     A, M = of(symmetric(5, 4.0))
     b = normal(5, seed=11)
-    got = NeumannInverseLinearOperator(A, num_terms=3, scale=0.5) @ b
+    series = NeumannInverseLinearOperator(A, num_terms=3, scale=0.5)
+    got = series @ b
     E = torch.eye(5, dtype=F64) - 0.5 * M
     want = 0.5 * sum(torch.linalg.matrix_power(E, k) for k in range(4)) @ b
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-    with pytest.raises(ValueError, match=r"diverges.*scale below"):
-        NeumannInverseLinearOperator(A, scale=10.0) @ b
+    partial = [0.5 * sum(torch.linalg.matrix_power(E, k) for k in range(n + 1)) @ b for n in range(4)]
+    history = torch.stack([(b - M @ x).norm() / b.norm() for x in partial])
+    torch.testing.assert_close(series.last.residuals[:, 0], history, rtol=1e-10, atol=1e-12)
+    assert not series.last.converged.any()
     R = Matrix(normal(5, 5, seed=12) * 0.1 + torch.eye(5, dtype=F64))
     dense = torch.linalg.inv(R.to_dense())
     torch.testing.assert_close(
@@ -171,7 +177,70 @@ def test_neumann_series():
     )
 
 
-def test_bad_input():
+@pytest.mark.parametrize("scale", [2.02, 10.0])  # the largest eigenvalue is 1: the first grows by 2 % a term
+def test_R6_neumann_names_a_scale_that_converges(scale):
+    A, _ = of(symmetric(5, 4.0))
+    b = normal(5, seed=11)
+    with pytest.raises(ValueError, match=r"diverges.*scale below 2, for example scale=1\.") as error:
+        NeumannInverseLinearOperator(A, num_terms=200, scale=scale) @ b
+    better = NeumannInverseLinearOperator(A, num_terms=200, scale=float(str(error.value).split("scale=")[1][:-1]))
+    better @ b
+    assert better.last.converged.all()
+    indefinite, _ = of(symmetric(8, 10.0, indefinite=True))
+    with pytest.raises(ValueError, match=r"eigenvalue is about -1\..*not positive definite"):
+        NeumannInverseLinearOperator(indefinite) @ normal(8, seed=13)
+
+
+@pytest.mark.parametrize("kind", [*SYMMETRIC, LSMRInverseLinearOperator])
+def test_R6_a_tolerance_out_of_reach_ends_early_with_a_warning(kind):
+    A, M = of(symmetric(40, 30.0 if kind is LSMRInverseLinearOperator else 1e5))
+    inverse = kind(A, tol=1e-16, maxiter=100_000)
+    with pytest.warns(RuntimeWarning, match=r"did not reach the relative residual 1\.0e-16"):
+        x = inverse @ normal(40, seed=16)
+    assert inverse.last.iterations < 20_000
+    assert (normal(40, seed=16) - M @ x).norm() < 1e-9 * normal(40, seed=16).norm()
+
+
+@pytest.mark.parametrize("kind", SYMMETRIC)
+def test_R6_as_many_iterations_as_scipy(kind):
+    A, M = of(symmetric(60, 1e6))
+    b, count = normal(60, seed=2), 0
+
+    def step(_):
+        nonlocal count
+        count += 1
+
+    sla.cg(M.numpy(), b.numpy(), rtol=1e-8, atol=0, maxiter=20_000, callback=step)
+    inverse = kind(A, tol=1e-8, maxiter=20_000)
+    inverse @ b
+    assert inverse.last.iterations <= 1.3 * count
+
+
+def test_R6_preconditioner_of_a_rectangular_operator():
+    M, b = normal(9, 5, seed=17), normal(9, seed=19)
+    P = torch.linalg.pinv(M) + 0.02 * normal(5, 9, seed=18)
+    inverse = LSMRInverseLinearOperator(Matrix(M), preconditioner=Matrix(P), tol=1e-12)
+    torch.testing.assert_close(inverse @ b, torch.linalg.lstsq(M, b[:, None]).solution[:, 0], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", SYMMETRIC)
+def test_R6_preconditioners_that_cannot_be_right(kind):
+    A, M = of(symmetric(8, 10.0))
+    with pytest.raises(ValueError, match=r"preconditioner.*symmetric=False"):
+        kind(A, preconditioner=Matrix(normal(8, 8)))
+    with pytest.raises(ValueError, match=r"preconditioner M is not positive definite"):
+        kind(A, preconditioner=of(-M)[0]) @ normal(8, seed=20)
+
+
+@pytest.mark.parametrize("kind", [*SYMMETRIC, LSMRInverseLinearOperator, NeumannInverseLinearOperator])
+def test_R6_an_operator_that_returns_nan_is_named(kind):
+    M = torch.eye(4, dtype=F64)
+    M[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="product with the operator has NaN"):
+        kind(Matrix(M, symmetric=True)) @ normal(4, seed=21)
+
+
+def test_R6_bad_input():
     A, _ = of(symmetric(8, 10.0, indefinite=True))
     b = normal(8, seed=13)
     with pytest.raises(ValueError, match=r"negative curvature.*MINRES"):
@@ -187,6 +256,9 @@ def test_bad_input():
         MINRESInverseLinearOperator(A, preconditioner=Matrix(normal(3, 3)))
     with pytest.raises(ValueError, match="NaN"):
         MINRESInverseLinearOperator(A) @ torch.full((8,), float("nan"), dtype=F64)
+    for name in ("CG", "MINRES", "LSMR", "Neumann"):
+        with pytest.raises(NotImplementedError, match=f"{name}InverseLinearOperator"):
+            Matrix(normal(4, 4)).inverse(0.1)
     hard, _ = of(symmetric(60, 1e6))
     inverse = CGInverseLinearOperator(hard, maxiter=5)
     with pytest.warns(RuntimeWarning, match="did not reach"):
@@ -195,7 +267,7 @@ def test_bad_input():
 
 
 @pytest.mark.parametrize(("kind", "condition"), [*((k, 1e3) for k in SYMMETRIC), (LSMRInverseLinearOperator, 30.0)])
-def test_float32_reaches_its_default_tolerance(kind, condition):
+def test_R6_float32_reaches_its_default_tolerance(kind, condition):
     A, M = of(symmetric(40, condition))
     A, b = A.to(dtype=torch.float32), normal(40, seed=15).float()
     with warnings.catch_warnings():
