@@ -45,19 +45,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("curvops-demo"), help="folder for the plots")
-    parser.add_argument("--epochs", type=_natural, default=10, help="passes over the training images")
+    parser.add_argument("--epochs", type=report.natural, default=10, help="passes over the training images")
     parser.add_argument("--damping", type=_positive, default=1e-3, help="how much identity is added to the curvature")
-    parser.add_argument("--top", type=_natural, default=5, help="how many eigenvalues to show")
+    parser.add_argument("--top", type=report.natural, default=5, help="how many eigenvalues to show")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial weights and of the batches")
     parser.set_defaults(run=demo)
     return parser
-
-
-def _natural(text: str) -> int:
-    """Parse a positive integer."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a positive integer")
-    return int(text)
 
 
 def _positive(text: str) -> float:

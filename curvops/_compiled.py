@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
-from curvops._linearize import Graph, load_forward_mode
-from curvops.risk import EmpiricalRisk, takes_one_argument
+from curvops._linearize import Graph, load_forward_mode, stacked
+from curvops.risk import EmpiricalRisk
 
 Tensors = tuple[Tensor, ...]
 
@@ -24,15 +24,13 @@ class Pieces:
     """
 
     def __init__(self, risk: EmpiricalRisk, options: dict[str, Any]) -> None:
-        model, names, prepare = risk.model, risk.names, risk.loss.prepare
-        whole = not isinstance(model, nn.Module) or takes_one_argument(model)
+        model, names = risk.model, risk.names
 
         def run(params: Tensors, X: Any) -> Tensor:
             named = dict(zip(names, params, strict=True))
             if not isinstance(model, nn.Module):
-                return prepare(model(named, X))
-            keywords = isinstance(X, Mapping) and not whole
-            return prepare(functional_call(model, named, () if keywords else (X,), dict(X) if keywords else None))
+                return risk.loss.prepare(model(named, X))
+            return risk.loss.prepare(functional_call(model, named, *risk.arguments(X)))
 
         def push(params: Tensors, X: Any, V: Tensors) -> tuple[Tensor, Tensor]:
             output, tangent = jvp(lambda *p: run(p, X), params, V)[:2]
@@ -46,6 +44,7 @@ class Pieces:
             return jvp(lambda *p: vjp(lambda *q: run(q, X), *p)[1](r), params, V)[1]
 
         load_forward_mode()
+        self.run = run
         self.push, self.pull, self.bend = (torch.compile(f, fullgraph=True, **options) for f in (push, pull, bend))
 
 
@@ -55,14 +54,21 @@ class Compiled(Graph):
     def __init__(self, pieces: Pieces, leaves: Sequence[Tensor], X: Any) -> None:
         self.pieces, self.leaves, self.X = pieces, list(leaves), X
         self.params = tuple(p.detach() for p in leaves)
-        self.output: Tensor
+        self._output: Tensor | None = None
+
+    @property
+    def output(self) -> Tensor:  # type: ignore[override]
+        """The output, without a graph."""
+        if self._output is None:
+            self._output = self.pieces.run(self.params, self.X)
+        return self._output
 
     def jvp(self, V: Sequence[Tensor], which: Sequence[int]) -> Tensor:
         rows = []
         for k in range(len(V[0])):
-            self.output, row = self.pieces.push(self.params, self.X, self._tangents(V, which, k))
+            self._output, row = self.pieces.push(self.params, self.X, self._tangents(V, which, k))
             rows.append(row)
-        return torch.stack(rows)
+        return stacked(rows, self.output)
 
     def vjp(self, U: Tensor, which: Sequence[int]) -> list[Tensor]:
         return self._stacked((self.pieces.pull(self.params, self.X, u) for u in U), which)
@@ -79,20 +85,6 @@ class Compiled(Graph):
         given = dict(zip(which, V, strict=True))
         return tuple(given[i][k] if i in given else torch.zeros_like(p) for i, p in enumerate(self.params))
 
-    @staticmethod
-    def _stacked(rows: Any, which: Sequence[int]) -> list[Tensor]:
+    def _stacked(self, rows: Iterable[Tensors], which: Sequence[int]) -> list[Tensor]:
         rows = list(rows)
-        return [torch.stack([row[i] for row in rows]) for i in which]
-
-
-def at_output(total: Callable[[Tensor], Tensor], output: Tensor, U: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gradient and Hessian products ``[K, *output.shape]`` of a loss at the output, by double backward."""
-    leaf = output.detach().requires_grad_()
-    value = total(leaf)
-    if not value.requires_grad:
-        return torch.zeros_like(leaf), torch.zeros_like(U)
-    (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
-    if not slope.requires_grad:
-        return slope, torch.zeros_like(U)
-    rows = [torch.autograd.grad(slope, leaf, u, retain_graph=True, materialize_grads=True)[0] for u in U]
-    return slope.detach(), torch.stack(rows)
+        return [stacked([row[i] for row in rows], self.params[i]) for i in which]

@@ -65,6 +65,10 @@ class Graph:
         """Return the memory that the graph holds."""
         return saved_bytes(self.output, *self._pulled()[1])
 
+    def backward(self) -> Graph | None:
+        """Return the same without forward mode, if this is with."""
+        return None
+
     def _pulled(self) -> tuple[Tensor, list[Tensor | None]]:
         """``J' u`` as a function of ``u``, to be differentiated; ``None`` where it does not depend on ``u``."""
         if self._transposed is None:
@@ -76,8 +80,49 @@ class Graph:
         return self._transposed
 
 
+class Tangents:
+    """Tangents of what ``run`` returns, for any number of vectors: those after the first are replayed where that is valid.
+
+    Args:
+        run: Maps tensors in the place of the leaves to tangents of outputs (``None`` for zero).
+        leaves: What to differentiate with respect to.
+        keep: Whether more products will come.
+    """
+
+    def __init__(
+        self, run: Callable[[list[Tensor]], list[Tensor | None]], leaves: Sequence[Tensor], keep: bool
+    ) -> None:
+        self.tape: Tape | None = None
+        self._run, self._leaves, self._keep = run, leaves, keep
+        self._tried = False
+
+    def of(self, V: Sequence[Tensor], which: Sequence[int]) -> Iterator[list[Tensor | None]]:
+        """Yield tangents of the outputs for every column of tangents ``V[i] [K, *shape]`` of the leaves ``which``."""
+        columns = list(zip(*V, strict=True))
+        for column in columns:
+            if self.tape is not None:
+                yield self.tape.replay(column)
+            else:
+                record = not self._tried and (self._keep or len(columns) > 1)
+                self._tried |= record
+                yield [None if t is None else t.detach() for t in self._pass(column, which, record)]
+
+    def _pass(self, column: Sequence[Tensor], which: Sequence[int], record: bool) -> list[Tensor | None]:
+        load_forward_mode()
+        given = dict(zip(which, column, strict=True))
+        with forward_ad.dual_level():
+            inputs = [forward_ad.make_dual(p, given[i]) if i in given else p for i, p in enumerate(self._leaves)]
+            if not record:
+                return self._run(inputs)
+            with Tape([forward_ad.unpack_dual(inputs[i]).tangent for i in which]) as tape:
+                tangents = self._run(inputs)
+            if tape.finish(tangents, column):
+                self.tape = tape
+        return tangents
+
+
 class Dual(Graph):
-    """Forward mode: one forward pass carries tangents and makes the graph of the adjoint; more vectors replay the tape.
+    """Forward mode: one forward pass carries tangents and makes the graph of the adjoint.
 
     Args:
         run: Computes the output from tensors in the place of the leaves.
@@ -86,11 +131,9 @@ class Dual(Graph):
     """
 
     def __init__(self, run: Callable[[list[Tensor]], Tensor], leaves: Sequence[Tensor], keep: bool) -> None:
-        self.run, self.leaves, self._keep = run, list(leaves), keep
+        self.run, self.leaves = run, list(leaves)
         self._graph: Tensor | None = None
-        self._tape: Tape | None = None
-        self._tried = False
-        self._transposed = None
+        self._tangents = Tangents(self._primal_and_tangent, self.leaves, keep)
 
     @property
     def output(self) -> Tensor:  # type: ignore[override]
@@ -100,28 +143,15 @@ class Dual(Graph):
         return self._graph
 
     def jvp(self, V: Sequence[Tensor], which: Sequence[int]) -> Tensor:
-        columns = list(zip(*V, strict=True))
-        rows = []
-        for column in columns:
-            if self._tape is None:
-                record = not self._tried and (self._keep or len(columns) > 1)
-                rows.append(self._tangent(column, which, record))
-            else:
-                (row,) = self._tape.replay(column)
-                rows.append(torch.zeros_like(self.output).detach() if row is None else row)
-        return stacked(rows, self.output)
+        rows = [tangent for (tangent,) in self._tangents.of(V, which)]
+        return stacked([torch.zeros_like(self.output).detach() if r is None else r for r in rows], self.output)
 
-    def _tangent(self, column: Sequence[Tensor], which: Sequence[int], record: bool) -> Tensor:
-        def primal_and_tangent(inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-            primal, tangent = forward_ad.unpack_dual(self.run(inputs))
-            return [primal], [tangent]
-
+    def _primal_and_tangent(self, inputs: list[Tensor]) -> list[Tensor | None]:
         with torch.set_grad_enabled(self._graph is None):
-            (primal,), (tangent,), tape = dual_pass(primal_and_tangent, self.leaves, column, which, record)
-        self._tape, self._tried = tape, self._tried or record
+            primal, tangent = forward_ad.unpack_dual(self.run(inputs))
         if self._graph is None:
             self._graph = primal
-        return torch.zeros_like(primal).detach() if tangent is None else tangent.detach()
+        return [tangent]
 
     def vjp(self, U: Tensor, which: Sequence[int]) -> list[Tensor]:
         try:
@@ -132,28 +162,10 @@ class Dual(Graph):
             return super().vjp(U, which)
 
     def bytes(self) -> int:
-        return saved_bytes(self.output, tape=self._tape)
+        return saved_bytes(self.output, tape=self._tangents.tape)
 
-
-def dual_pass(
-    run: Callable[[list[Tensor]], tuple[list[Tensor], list[Tensor | None]]],
-    leaves: Sequence[Tensor],
-    column: Sequence[Tensor],
-    which: Sequence[int],
-    record: bool,
-) -> tuple[list[Tensor], list[Tensor | None], Tape | None]:
-    """Call ``run`` on leaves with tangents; return its outputs, their tangents, and a tape if that is asked for and valid."""
-    load_forward_mode()
-    given = dict(zip(which, column, strict=True))
-    with forward_ad.dual_level():
-        inputs = [forward_ad.make_dual(p, given[i]) if i in given else p for i, p in enumerate(leaves)]
-        if not record:
-            return *run(inputs), None
-        carried = [forward_ad.unpack_dual(inputs[i]).tangent for i in which]
-        with Tape(carried) as tape:
-            primals, tangents = run(inputs)
-        valid = tape.finish(tangents, column)
-    return primals, tangents, tape if valid else None
+    def backward(self) -> Graph:
+        return Graph(self.output, self.leaves)
 
 
 class Slope(Graph):
@@ -192,39 +204,29 @@ class DualSlope(Graph):
     """
 
     def __init__(self, value: Callable[[list[Tensor]], Tensor], leaves: Sequence[Tensor], keep: bool) -> None:
-        self.value, self.leaves, self._keep = value, list(leaves), keep
-        self._tape: Tape | None = None
-        self._tried = False
+        self.value, self.leaves = value, list(leaves)
+        self._tangents = Tangents(self._slopes_of, self.leaves, keep)
 
     def hvp(self, V: Sequence[Tensor], which: Sequence[int]) -> list[Tensor]:
         """Return ``H v`` for ``V[i] [K, *shape]``, one for every leaf."""
-        rows = []
-        for column in zip(*V, strict=True):
-            if self._tape is None:
-                record = not self._tried and (self._keep or len(V[0]) > 1)
-                tangents = self._tangents(column, which, record)
-                self._tried |= record
-            else:
-                tangents = self._tape.replay(column)
-            rows.append(
-                [torch.zeros_like(v) if t is None else t.detach() for v, t in zip(column, tangents, strict=True)]
-            )
-        return [stacked([row[i] for row in rows], leaf) for i, leaf in enumerate(self.leaves)]
+        rows = list(self._tangents.of(V, which))
+        return [
+            stacked([torch.zeros_like(leaf).detach() if row[i] is None else row[i] for row in rows], leaf)
+            for i, leaf in enumerate(self.leaves)
+        ]
 
-    def _tangents(self, column: Sequence[Tensor], which: Sequence[int], record: bool) -> list[Tensor | None]:
-        def slopes(inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-            value = self.value(inputs)
-            if not value.requires_grad:
-                return [], [None] * len(inputs)
-            found = torch.autograd.grad(value, inputs, allow_unused=True)
-            return [], [None if s is None else forward_ad.unpack_dual(s).tangent for s in found]
-
-        _, tangents, tape = dual_pass(slopes, self.leaves, column, which, record)
-        self._tape = tape
-        return tangents
+    def _slopes_of(self, inputs: list[Tensor]) -> list[Tensor | None]:
+        value = self.value(inputs)
+        if not value.requires_grad:
+            return [None] * len(inputs)
+        slopes = torch.autograd.grad(value, inputs, allow_unused=True)
+        return [None if s is None else forward_ad.unpack_dual(s).tangent for s in slopes]
 
     def bytes(self) -> int:
-        return saved_bytes(tape=self._tape)
+        return saved_bytes(tape=self._tangents.tape)
+
+    def backward(self) -> Graph:
+        return Slope(self.value(self.leaves), self.leaves)
 
 
 @cache

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvops._compiled import Compiled, Pieces
-from curvops._forms import Adjacent
+from curvops._forms import Adjacent, Shapes
 from curvops._linearize import Dual, Graph, differentiable_kernels, lacks_forward_mode
 from curvops._operator import LinearOperator
 from curvops._scalars import wide
 from curvops._traceless import plain, random_state_kept, swapped
-from curvops.losses import OutputView
+from curvops.losses import OutputView, scale_of
 from curvops.risk import EmpiricalRisk
 
-Self = TypeVar("Self", bound="RiskOperator")
-Partition = str | Sequence[Sequence[str]] | None
+T = TypeVar("T")
+Self = TypeVar("Self", bound="BatchOperator")
+Compilable = TypeVar("Compilable", bound="ParameterOperator")
+Divisible = TypeVar("Divisible", bound="RiskOperator")
+Partition = str | Sequence[Sequence[str]]
 
 
 @dataclass(eq=False)
@@ -44,6 +48,11 @@ class Point:
     graph: Any = None
     view: OutputView | None = None
 
+    @property
+    def rows(self) -> int:
+        """Rows of the prediction: where the random draws of the next batch begin."""
+        return self.view.layout.shape[0] if self.view is not None else 0
+
 
 @dataclass(eq=False)
 class Cache:
@@ -61,67 +70,27 @@ class Cache:
         self.points.append(point if kept else None)
 
 
-class RiskOperator(LinearOperator):
-    """An operator over parameters whose products loop over the data of an :class:`~curvops.EmpiricalRisk`.
+class BatchOperator(LinearOperator):
+    """An operator whose products go through the batches of an :class:`~curvops.EmpiricalRisk`, linearised one by one.
 
     Args:
         risk: Model, loss, parameters and data.
-        check_deterministic: Read the first batch twice and insist that data and predictions agree.
+        domain: See :class:`~curvops.LinearOperator`, also for the other keywords.
+        range_: Likewise.
     """
 
-    def __init__(self, risk: EmpiricalRisk, *, check_deterministic: bool = False) -> None:
+    def __init__(self, risk: EmpiricalRisk, domain: Shapes, range_: Shapes, **keywords: Any) -> None:
         self._risk = risk
         self._cache: Cache | None = None
-        self._blocks: list[list[int]] = [list(range(len(risk.names)))]
-        self._pieces: Pieces | None = None
-        #: How products with the Jacobian are formed: ``"forward"`` mode, or double ``"backward"``.
-        self.linearization = "forward"
-        if check_deterministic:
-            risk.check_deterministic()
-        super().__init__(
-            risk.shapes, risk.shapes, dtype=risk.dtype, device=risk.device, symmetric=True, domain_names=risk.names
-        )
-
-    # ---- what a subclass says --------------------------------------------------------------------
-    @abstractmethod
-    def _linearize(self, point: Point, output_of: Any, keep: bool) -> None:
-        """Put a graph, and what else a product needs, into ``point``."""
+        super().__init__(domain, range_, dtype=risk.dtype, device=risk.device, **keywords)
 
     @abstractmethod
-    def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
-        """Return the batch's share of the product, in units of the loss's total, for the parameters ``which``."""
-
-    # ---- products ----------------------------------------------------------------------------------
-    def _apply(self, V: list[Tensor]) -> list[Tensor]:
-        data = terms = 0
-        with torch.inference_mode(False), torch.enable_grad():
-            normalizer = torch.zeros((), dtype=torch.float64, device=self.device)
-            V = [plain(v).contiguous() for v in V]  # columns of a matrix lie far apart
-            totals: dict[int, Tensor] = {}
-            for point in self._points():
-                for which in self._blocks:
-                    for i, share in zip(which, self._times(point, [V[i] for i in which], which), strict=True):
-                        share = wide(share.detach())
-                        totals[i] = totals[i] + share if i in totals else share
-                assert point.view is not None
-                normalizer += point.view.normalizer
-                data += self._risk.batch_size(point.X, point.view.layout.shape) or self._rows_of(point)
-                terms += point.view.N * point.view.T
-        self._risk.check_counts(data, terms)
-        scale = 1.0
-        if self._risk.loss.reduction == "mean":
-            scale = 1 / float(normalizer) if float(normalizer) else 0.0  # every target was ignored
-        with torch.no_grad():
-            rows = torch.empty(len(V[0]), self.shape[0], dtype=self.torch_dtype, device=self.device)
-            answer = Adjacent(rows, self.range)
-            for i, block in enumerate(answer):
-                torch.mul(totals[i], scale, out=block)
-        return answer
+    def _linearized(self, point: Point, keep: bool) -> Point:
+        """Return the batch with its graph, while the values of ``params`` are in the model's place."""
 
     def _points(self) -> Iterator[Point]:
         """Yield the batches, linearised, with the values of ``params`` in the model's place."""
-        full_precision = torch.autocast(self.device.type, enabled=False)  # backward passes, too
-        with random_state_kept(self.device), differentiable_kernels(self.device), full_precision:
+        with undisturbed(self.device):
             cache = self._cache
             ready = cache.points if cache is not None and cache.complete else []
             if ready and all(p is not None for p in ready):
@@ -138,51 +107,10 @@ class RiskOperator(LinearOperator):
                     yield point
                     if keep:
                         fresh.add(point)  # now that all it will hold is there
-                start += self._rows_of(point)
+                start += point.rows
             if cache is not None and not ready:
                 fresh.complete, self._cache = True, fresh
 
-    def _rows_of(self, point: Point) -> int:
-        """Return how many rows of the prediction a batch has: where the random draws of the next one begin."""
-        return point.view.layout.shape[0] if point.view is not None else 0
-
-    def _linearized(self, point: Point, keep: bool) -> Point:
-        names = list(point.leaves)
-
-        def output_of(tensors: Sequence[Tensor]) -> Tensor:
-            """Run the model with ``tensors`` in the place of the leaves."""
-            replaced = dict(zip(names, tensors, strict=True))
-            same = all(replaced[n] is point.leaves[n] for n in names)
-            place = nullcontext() if same else swapped(self._risk.model, self._risk.params, replaced)
-            with place:
-                raw = self._risk.predict(replaced, point.X)
-            return self._risk.loss.prepare(raw)
-
-        self._linearize(point, output_of, keep)
-        return point
-
-    def _jacobian(self, point: Point, output_of: Any, keep: bool) -> Graph:
-        """Choose how to multiply by the Jacobian."""
-        leaves = list(point.leaves.values())
-        if self._pieces is not None:
-            return Compiled(self._pieces, leaves, point.X)
-        # A pass with tangents for every block of parameters would cost more than one graph for all.
-        if self.linearization == "forward" and len(self._blocks) == 1:
-            return Dual(output_of, leaves, keep)
-        return Graph(output_of(leaves), leaves)
-
-    def _tangents(self, point: Point, V: list[Tensor], which: list[int]) -> Tensor:
-        """Return ``J v``; operations without forward mode send everything to double backward from here on."""
-        try:
-            return point.graph.jvp(V, which)
-        except (NotImplementedError, RuntimeError) as error:
-            if not isinstance(point.graph, Dual) or not lacks_forward_mode(error):
-                raise
-        self.linearization = "backward"
-        point.graph = Graph(point.graph.output, point.graph.leaves)
-        return point.graph.jvp(V, which)
-
-    # ---- keeping graphs ------------------------------------------------------------------------------
     @contextmanager
     def cached(self: Self, memory: float = 2**30) -> Iterator[Self]:
         """Keep the linearised graphs of the batches: products inside the context do not run the model again.
@@ -199,7 +127,82 @@ class RiskOperator(LinearOperator):
         finally:
             self._cache = outer
 
-    def compiled(self: Self, **options: Any) -> Self:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": None}
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Run a model outside of the caller's modes, in full precision and with kernels that have all derivatives."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        random_state_kept(device),
+        differentiable_kernels(device),
+    ):
+        yield
+
+
+def side_by_side(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the shape of arrays that are concatenated on their first axis, or flat ones where the others differ."""
+    rests = {s[1:] for s in shapes}
+    if len(rests) == 1 and all(shapes):
+        return (sum(s[0] for s in shapes), *rests.pop())
+    return (sum(map(prod, shapes)),)
+
+
+class ParameterOperator(BatchOperator):
+    """An operator whose batches are linearised in the parameters. Arguments as for :class:`BatchOperator`.
+
+    Attributes:
+        linearization: How products with derivatives are formed: ``"forward"`` mode, double ``"backward"``, ``"compiled"``.
+    """
+
+    def __init__(self, risk: EmpiricalRisk, domain: Shapes, range_: Shapes, **keywords: Any) -> None:
+        self.linearization = "forward"
+        self._blocks: list[list[int]] = [list(range(len(risk.names)))]
+        self._pieces: Pieces | None = None
+        super().__init__(risk, domain, range_, domain_names=risk.names, **keywords)
+
+    def _linearized(self, point: Point, keep: bool) -> Point:
+        names = list(point.leaves)
+
+        def output_of(tensors: Sequence[Tensor]) -> Tensor:
+            """Run the model with ``tensors`` in the place of the leaves."""
+            replaced = dict(zip(names, tensors, strict=True))
+            same = all(replaced[n] is point.leaves[n] for n in names)
+            place = nullcontext() if same else swapped(self._risk.model, self._risk.params, replaced)
+            with place:
+                raw = self._risk.predict(replaced, point.X)
+            return self._risk.loss.prepare(raw)
+
+        point.graph = self._graph(point, output_of, list(point.leaves.values()), keep)
+        return point
+
+    def _graph(self, point: Point, output_of: Any, leaves: list[Tensor], keep: bool) -> Graph:
+        """Choose how to multiply by the Jacobian."""
+        if self._pieces is not None:
+            return Compiled(self._pieces, leaves, point.X)
+        return Dual(output_of, leaves, keep) if self._forward else Graph(output_of(leaves), leaves)
+
+    @property
+    def _forward(self) -> bool:
+        # A pass with tangents for every block of parameters would cost more than one graph for all.
+        return self.linearization == "forward" and len(self._blocks) == 1
+
+    def _multiply(self, point: Point, product: Callable[[Any], T]) -> T:
+        """Return a product with the graph; operations without forward mode send everything to backward from here on."""
+        try:
+            return product(point.graph)
+        except (NotImplementedError, RuntimeError) as error:
+            backward = point.graph.backward() if lacks_forward_mode(error) else None
+            if backward is None:
+                raise
+        self.linearization, point.graph = "backward", backward
+        return product(backward)
+
+    def compiled(self: Compilable, **options: Any) -> Compilable:
         """Return the operator with compiled products: model and derivatives without graph breaks, the loss in between.
 
         Compiling takes its time, and once for every shape of a batch. Compiled products run the model every time;
@@ -213,8 +216,48 @@ class RiskOperator(LinearOperator):
         result.linearization = "compiled"
         return result
 
-    # ---- parts of it -----------------------------------------------------------------------------------
-    def block_diagonal(self: Self, partition: Partition = "module") -> Self:
+    def __getstate__(self) -> dict[str, Any]:
+        mode = "forward" if self._pieces is not None else self.linearization
+        return {**super().__getstate__(), "_pieces": None, "linearization": mode}
+
+
+class RiskOperator(ParameterOperator):
+    """A symmetric operator over parameters: a sum over the batches, divided by what the loss divides by.
+
+    Args:
+        risk: Model, loss, parameters and data.
+        check_deterministic: Read the first batch twice and insist that data and predictions agree.
+    """
+
+    def __init__(self, risk: EmpiricalRisk, *, check_deterministic: bool = False) -> None:
+        if check_deterministic:
+            risk.check_deterministic()
+        super().__init__(risk, risk.shapes, risk.shapes, symmetric=True)
+
+    @abstractmethod
+    def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
+        """Return the batch's share of the product, in units of the loss's total, for the parameters ``which``."""
+
+    def _apply(self, V: list[Tensor]) -> list[Tensor]:
+        with torch.inference_mode(False):
+            V = [plain(v).contiguous() for v in V]  # columns of a matrix lie far apart
+        totals: dict[int, Tensor] = {}
+        counts = Counts(self._risk)
+        for point in self._points():
+            for which in self._blocks:
+                for i, share in zip(which, self._times(point, [V[i] for i in which], which), strict=True):
+                    share = wide(share.detach())
+                    totals[i] = totals[i] + share if i in totals else share
+            counts.add(point)
+        scale = counts.scale()
+        with torch.no_grad():
+            rows = torch.empty(len(V[0]), self.shape[0], dtype=self.torch_dtype, device=self.device)
+            answer = Adjacent(rows, self.range)
+            for i, block in enumerate(answer):
+                torch.mul(totals[i], scale, out=block)
+        return answer
+
+    def block_diagonal(self: Divisible, partition: Partition = "module") -> Divisible:
         """Return the operator without the blocks between parts of the parameters.
 
         Args:
@@ -222,15 +265,13 @@ class RiskOperator(LinearOperator):
                 of names that cover every parameter once.
         """
         names = list(self._risk.names)
-        if partition in ("parameter", "module", None):
-            key = (lambda n: n) if partition == "parameter" else (lambda n: n.rpartition(".")[0])
+        parts = [] if partition is None or (isinstance(partition, str) and partition not in _KEYS) else partition
+        if isinstance(parts, str):
             groups: dict[str, list[str]] = {}
             for name in names:
-                groups.setdefault(key(name), []).append(name)
-            parts: Iterable[Sequence[str]] = groups.values()
-        else:
-            parts = partition
-        if isinstance(parts, str) or sorted(n for part in parts for n in part) != sorted(names):
+                groups.setdefault(_KEYS[parts](name), []).append(name)
+            parts = list(groups.values())
+        if sorted(n for part in parts for n in part) != sorted(names):
             raise ValueError(
                 f"partition: found {partition!r}, expected 'parameter', 'module', or lists that name each of {names} once."
             )
@@ -239,11 +280,26 @@ class RiskOperator(LinearOperator):
         result._cache = None
         return result
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": None, "_pieces": None}
+
+_KEYS: dict[str, Callable[[str], str]] = {"parameter": lambda n: n, "module": lambda n: n.rpartition(".")[0]}
 
 
-def options(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Pick the keyword arguments that belong to the risk."""
-    names = "reduction class_dim num_data num_per_example_loss_terms batch_size_fn progressbar allow_train_mode".split()
-    return {n: arguments[n] for n in names if n in arguments}
+class Counts:
+    """What a loop over the batches counts, and what its sums are multiplied by in the end."""
+
+    def __init__(self, risk: EmpiricalRisk) -> None:
+        self._risk, self._data, self._terms = risk, 0, 0
+        self._normalizer = torch.zeros((), dtype=torch.float64, device=risk.device)
+
+    def add(self, point: Point) -> None:
+        """Count a batch."""
+        view = point.view
+        assert view is not None
+        self._normalizer = self._normalizer + view.normalizer
+        self._data += self._risk.batch_size(point.X, view.layout.shape) or point.rows
+        self._terms += view.N * view.T
+
+    def scale(self) -> float:
+        """Return the factor of sums; raise where the user was told other counts."""
+        self._risk.check_counts(self._data, self._terms)
+        return scale_of(self._risk.loss.reduction, float(self._normalizer))

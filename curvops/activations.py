@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvops._linearize import Graph, Slope
-from curvops._matrix_free import Point, RiskOperator
-from curvops._operator import LinearOperator
+from curvops._matrix_free import BatchOperator, Counts, Point, side_by_side, undisturbed
 from curvops._traceless import plain
 from curvops.risk import EmpiricalRisk
 
@@ -43,7 +44,7 @@ def shifted(model: nn.Module, activation: Activation, use: Callable[[Tensor], Te
         handle.remove()
 
 
-class _ActivationOperator(RiskOperator):
+class _ActivationOperator(BatchOperator):
     """The Hessian, or one like it, in an activation; no entries between batches, as they share no activation."""
 
     def __init__(
@@ -52,69 +53,72 @@ class _ActivationOperator(RiskOperator):
         loss: Callable[..., Any],
         activation: Activation,
         data: Iterable[tuple[Any, Any]],
+        *,
+        check_deterministic: bool = False,
         **keywords: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model: found {type(model).__name__}, expected a module: activations go by module names.")
-        self._activation = activation
         # All parameters, trained or not: only their dtype and device are asked for.
         risk = EmpiricalRisk(model, loss, dict(model.named_parameters()), data, **keywords)
-        super().__init__(risk)
-        self.linearization = "backward"
-        self._shapes = [self._observe(X)[1].shape for X, _ in risk.batches()]
-        rests = {s[1:] for s in self._shapes}
-        rows = sum(s[0] if s else 1 for s in self._shapes)
-        shape = (rows, *rests.pop()) if len(rests) == 1 else (sum(s.numel() for s in self._shapes),)
-        LinearOperator.__init__(self, (shape,), (shape,), dtype=risk.dtype, device=risk.device, symmetric=True)
+        if check_deterministic:
+            risk.check_deterministic()
+        self._activation = activation
+        self._shapes = self._activation_shapes(risk)
+        shape = side_by_side(self._shapes)
+        super().__init__(risk, (shape,), (shape,), symmetric=True)
 
-    def _observe(self, X: Any) -> tuple[Any, Tensor]:
+    def _activation_shapes(self, risk: EmpiricalRisk) -> list[tuple[int, ...]]:
+        shapes = []
+        with undisturbed(risk.device):
+            for X, _ in risk.batches():
+                with risk.leaves() as leaves:
+                    shapes.append(tuple(self._observe(risk, leaves, X)[1].shape))
+        return shapes
+
+    def _observe(self, risk: EmpiricalRisk, leaves: dict[str, Tensor], X: Any) -> tuple[Any, Tensor]:
         """Run the model with a leaf added to the activation: prediction and leaf."""
-        leaves: list[Tensor] = []
+        found: list[Tensor] = []
 
         def use(value: Tensor) -> Tensor:
-            if leaves:
+            if found:
                 raise ValueError(
                     f"activation: {self._activation!r} is computed more than once in a forward pass; name one that is not."
                 )
-            leaves.append(torch.zeros_like(value, requires_grad=True))
-            return value.detach() + leaves[0]
+            found.append(torch.zeros_like(value, requires_grad=True))
+            return value.detach() + found[0]
 
-        with shifted(self._risk.model, self._activation, use):  # type: ignore[arg-type]
-            raw = self._risk.predict({}, X)
-        if not leaves:
-            raise ValueError(f"activation: the forward pass does not call the module of {self._activation!r}.")
-        return raw, leaves[0]
+        with shifted(risk.model, self._activation, use):  # type: ignore[arg-type]
+            raw = risk.predict(leaves, X)
+        if not found:
+            raise ValueError(
+                f"activation: the forward pass does not call the module of {self._activation!r}; name one that it calls."
+            )
+        return raw, found[0]
 
     def _linearized(self, point: Point, keep: bool) -> Point:
-        with torch.autocast(self.device.type, enabled=False):
-            raw, leaf = self._observe(point.X)
-            output = self._risk.loss.prepare(raw)
-            point.view = self._risk.loss.view(output.detach(), point.y)
-            point.graph = self._graph(point, output, leaf)
+        raw, leaf = self._observe(self._risk, point.leaves, point.X)
+        output = self._risk.loss.prepare(raw)
+        point.view = self._risk.loss.view(output.detach(), point.y)
+        point.graph = self._graph(point, output, leaf)
         return point
 
-    def _linearize(self, point: Point, output_of: Any, keep: bool) -> None:
-        raise NotImplementedError
-
+    @abstractmethod
     def _graph(self, point: Point, output: Tensor, leaf: Tensor) -> Graph:
-        raise NotImplementedError
+        """Return the prediction, or the loss, as a function of the leaf."""
+
+    @abstractmethod
+    def _times(self, point: Point, V: Tensor) -> Tensor:
+        """Return the batch's product, in units of the loss's total."""
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
-        K, parts = len(V[0]), []
-        normalizer = 0.0
-        with torch.inference_mode(False), torch.enable_grad():
-            pieces = plain(V[0]).flatten(1).split([s.numel() for s in self._shapes], 1)
-            for point, v, shape in zip(self._points(), pieces, self._shapes, strict=True):
-                parts.append(self._times(point, [v.reshape(K, *shape)], [0])[0].detach().reshape(K, -1))
-                assert point.view is not None
-                normalizer += float(point.view.normalizer)
-        result = torch.cat(parts, 1).reshape(V[0].shape)
-        if self._risk.loss.reduction == "sum":
-            return [result]
-        return [result / normalizer if normalizer else torch.zeros_like(result)]
-
-    def block_diagonal(self, partition: Any = "module") -> Any:
-        raise NotImplementedError("An activation is one block; batches have no entries in common anyway.")
+        with torch.inference_mode(False):
+            pieces = plain(V[0]).flatten(1).split([prod(s) for s in self._shapes], 1)
+        parts, counts = [], Counts(self._risk)
+        for point, v, shape in zip(self._points(), pieces, self._shapes, strict=True):
+            parts.append(self._times(point, v.reshape(len(v), *shape)).detach().flatten(1))
+            counts.add(point)
+        return [torch.cat(parts, 1).reshape(V[0].shape) * counts.scale()]
 
 
 class ActivationHessianLinearOperator(_ActivationOperator):
@@ -124,6 +128,7 @@ class ActivationHessianLinearOperator(_ActivationOperator):
         model: A module.
         loss, data: See :class:`~curvops.EmpiricalRisk`, and there for other keywords.
         activation: Name of a module whose output it is, or ``(name, "input")``.
+        check_deterministic: Read the first batch twice and insist that data and predictions agree.
 
     Raises:
         ValueError: If no module has the name, or the forward pass computes the activation several times or never.
@@ -132,8 +137,8 @@ class ActivationHessianLinearOperator(_ActivationOperator):
     def _graph(self, point: Point, output: Tensor, leaf: Tensor) -> Graph:
         return Slope(self._risk.loss.total(output, point.y), [leaf])
 
-    def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
-        return point.graph.hvp(V, which)
+    def _times(self, point: Point, V: Tensor) -> Tensor:
+        return point.graph.hvp([V], [0])[0]
 
 
 class ActivationGGNLinearOperator(_ActivationOperator):
@@ -142,7 +147,7 @@ class ActivationGGNLinearOperator(_ActivationOperator):
     def _graph(self, point: Point, output: Tensor, leaf: Tensor) -> Graph:
         return Graph(output, [leaf])
 
-    def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
+    def _times(self, point: Point, V: Tensor) -> Tensor:
         assert point.view is not None
-        U = point.graph.jvp(V, which)
-        return point.graph.vjp(point.view.product(U).to(U.dtype), which)
+        U = point.graph.jvp([V], [0])
+        return point.graph.vjp(point.view.product(U).to(U.dtype), [0])[0]

@@ -12,6 +12,7 @@ from curvops._params import Model, Params
 from curvops._scalars import accumulation_dtype
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.estimated import EstimatedOperator, geometry
+from curvops.kfac.options import refuse_forward_only
 from curvops.kfac.reading import reduced
 from curvops.kfac.reducers import Squares, UnitBlocks
 from curvops.kfac.statistics import Sums
@@ -44,10 +45,7 @@ class _ExactParts(EstimatedOperator):
         if isinstance(mc_samples, bool) or not hasattr(mc_samples, "__index__") or mc_samples < 0:
             raise ValueError(f"mc_samples: found {mc_samples!r}, expected an integer >= 0 (0 is exact).")
         fisher_type = fisher_type or ("mc" if mc_samples else "type-2")
-        if fisher_type == "forward-only":
-            raise ValueError(
-                "fisher_type: found 'forward-only', which has no gradients of outputs; expected another one."
-            )
+        refuse_forward_only(fisher_type)
         super().__init__(
             model,
             loss,

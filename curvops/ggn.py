@@ -22,11 +22,8 @@ class OutputMetric(RiskOperator):
     def _metric(self, point: Point, U: Tensor) -> Tensor:
         """Return ``M u`` for ``U [K, *output.shape]``."""
 
-    def _linearize(self, point: Point, output_of: Any, keep: bool) -> None:
-        point.graph = self._jacobian(point, output_of, keep)
-
     def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
-        U = self._tangents(point, V, which)
+        U = self._multiply(point, lambda graph: graph.jvp(V, which))
         if point.view is None:
             point.view = self._risk.loss.view(point.graph.output.detach(), point.y)
         return point.graph.vjp(self._metric(point, U).to(U.dtype), which)

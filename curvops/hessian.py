@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from curvops._compiled import Compiled, at_output
-from curvops._linearize import DualSlope, Slope, has_convolutions, lacks_forward_mode
+from curvops._compiled import Compiled
+from curvops._linearize import DualSlope, Graph, Slope, has_convolutions
 from curvops._matrix_free import Point, RiskOperator
 from curvops._params import Model, Params
+from curvops.losses import by_autograd
 from curvops.risk import EmpiricalRisk
 
 
@@ -37,11 +38,9 @@ class HessianLinearOperator(RiskOperator):
         super().__init__(EmpiricalRisk(model, loss, params, data, **keywords), check_deterministic=check_deterministic)
         self.linearization = "forward" if has_convolutions(model) else "backward"
 
-    def _linearize(self, point: Point, output_of: Any, keep: bool) -> None:
-        leaves = list(point.leaves.values())
+    def _graph(self, point: Point, output_of: Any, leaves: list[Tensor], keep: bool) -> Graph:
         if self._pieces is not None:
-            point.graph = Compiled(self._pieces, leaves, point.X)
-            return
+            return Compiled(self._pieces, leaves, point.X)
 
         def value(tensors: list[Tensor]) -> Tensor:
             """Return the batch's loss; the view tells what a mean divides by, and checks the targets."""
@@ -49,28 +48,18 @@ class HessianLinearOperator(RiskOperator):
             point.view = self._risk.loss.view(output.detach(), point.y)
             return self._risk.loss.total(output, point.y)
 
-        if self.linearization == "forward" and len(self._blocks) == 1:
-            point.graph = DualSlope(value, leaves, keep)
-        else:
-            point.graph = Slope(value(leaves), leaves)
+        return DualSlope(value, leaves, keep) if self._forward else Slope(value(leaves), leaves)
 
     def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
         if self._pieces is not None:
             return self._assembled(point, V, which)
-        try:
-            return point.graph.hvp(V, which)
-        except (NotImplementedError, RuntimeError) as error:
-            if not isinstance(point.graph, DualSlope) or not lacks_forward_mode(error):
-                raise
-        self.linearization = "backward"
-        point.graph = Slope(point.graph.value(point.graph.leaves), point.graph.leaves)
-        return point.graph.hvp(V, which)
+        return self._multiply(point, lambda graph: graph.hvp(V, which))
 
     def _assembled(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
         """Add what the loss bends at the output to what the model bends in its parameters."""
         U = point.graph.jvp(V, which)
-        output = point.graph.output.detach()
-        point.view = self._risk.loss.view(output, point.y)
-        r, HU = at_output(lambda o: self._risk.loss.total(o, point.y), output, U)
-        shares = zip(point.graph.bend(r, V, which), point.graph.vjp(HU, which), strict=True)
-        return [model + loss for model, loss in shares]
+        output, loss = point.graph.output.detach(), self._risk.loss
+        point.view = loss.view(output, point.y)
+        exact = by_autograd(loss, output, point.y)  # a view may expect instead
+        of_model, of_loss = point.graph.bend(exact.gradient(), V, which), point.graph.vjp(exact.product(U), which)
+        return [a + b for a, b in zip(of_model, of_loss, strict=True)]

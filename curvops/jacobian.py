@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvops._matrix_free import Point, RiskOperator
+from curvops._matrix_free import ParameterOperator, side_by_side, undisturbed
 from curvops._operator import LinearOperator
 from curvops._params import Model, Params
 from curvops._traceless import plain
 from curvops.risk import EmpiricalRisk
 
 
-class JacobianLinearOperator(RiskOperator):
+class JacobianLinearOperator(ParameterOperator):
     """The Jacobian of the predictions on all data, ``[outputs, parameters]``.
 
     Its range is one block ``[N, *output]``, data in order; where batches have outputs of different shapes, a flat one.
 
     Args:
-        model, params, data: See :class:`~curvops.EmpiricalRisk`, and there for other keywords; targets are not looked at.
+        model, params, data, num_data, batch_size_fn, progressbar, allow_train_mode: See :class:`~curvops.EmpiricalRisk`;
+            targets are not looked at.
         check_deterministic: Read the first batch twice and insist that data and predictions agree.
     """
 
@@ -31,57 +33,60 @@ class JacobianLinearOperator(RiskOperator):
         params: Params,
         data: Iterable[tuple[Any, Any]],
         *,
+        num_data: int | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
         check_deterministic: bool = False,
-        **keywords: Any,
+        progressbar: bool = False,
+        allow_train_mode: bool = False,
     ) -> None:
         # Of a loss, only its way to find the prediction in a model's answer is used.
-        risk = EmpiricalRisk(model, nn.MSELoss(), params, data, **keywords)
-        super().__init__(risk, check_deterministic=check_deterministic)
-        self._shapes = self._output_shapes()
-        rows, rests = sum(s[0] for s in self._shapes), {s[1:] for s in self._shapes}
-        self._range = (rows, *rests.pop()) if len(rests) == 1 else (sum(torch.Size(s).numel() for s in self._shapes),)
-        LinearOperator.__init__(
-            self, risk.shapes, (self._range,), dtype=risk.dtype, device=risk.device, domain_names=risk.names
+        risk = EmpiricalRisk(
+            model,
+            nn.MSELoss(),
+            params,
+            data,
+            num_data=num_data,
+            batch_size_fn=batch_size_fn,
+            progressbar=progressbar,
+            allow_train_mode=allow_train_mode,
         )
-
-    def _output_shapes(self) -> list[tuple[int, ...]]:
-        shapes = []
-        for X, _ in self._risk.batches():
-            with self._risk.leaves() as leaves, torch.no_grad():
-                output = self._risk.loss.prepare(self._risk.predict(leaves, X))
-                shapes.append(tuple(output.shape))
-        return shapes
-
-    def _linearize(self, point: Point, output_of: Any, keep: bool) -> None:
-        point.graph = self._jacobian(point, output_of, keep)
-
-    def _times(self, point: Point, V: list[Tensor], which: list[int]) -> list[Tensor]:
-        raise NotImplementedError
+        if check_deterministic:
+            risk.check_deterministic()
+        self._shapes = _output_shapes(risk)
+        super().__init__(risk, risk.shapes, (side_by_side(self._shapes),))
+        self._everything = list(range(len(risk.names)))
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
-        everything, K = list(range(len(V))), len(V[0])
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False):
             V = [plain(v) for v in V]
-            parts = [self._tangents(p, V, everything).detach().reshape(K, -1) for p in self._points()]
-        return [torch.cat(parts, 1).reshape(K, *self._range)]
+        product = lambda graph: graph.jvp(V, self._everything)  # noqa: E731
+        parts = [self._multiply(point, product).detach().flatten(1) for point in self._points()]
+        return [torch.cat(parts, 1).reshape(len(V[0]), *self.range[0])]
 
     def _pull(self, U: Tensor) -> list[Tensor]:
         """Multiply by the transpose: ``U [K, outputs]``."""
-        K, everything = len(U), list(range(len(self.domain)))
-        sizes = [torch.Size(s).numel() for s in self._shapes]
-        with torch.inference_mode(False), torch.enable_grad():
-            U, totals = plain(U), [U.new_zeros(K, *shape) for shape in self.domain]
-            points = zip(self._points(), U.split(sizes, 1), self._shapes, strict=True)
-            for point, u, shape in points:
-                for total, share in zip(totals, point.graph.vjp(u.reshape(K, *shape), everything), strict=True):
-                    total += share
+        with torch.inference_mode(False):
+            U, totals = plain(U), [U.new_zeros(len(U), *shape) for shape in self.domain]
+        pieces = U.split([prod(s) for s in self._shapes], 1)
+        for point, u, shape in zip(self._points(), pieces, self._shapes, strict=True):
+            shares = point.graph.vjp(u.reshape(len(U), *shape), self._everything)
+            totals = [total + share.detach() for total, share in zip(totals, shares, strict=True)]
         return totals
 
     def _adjoint(self) -> LinearOperator:
         return TransposedJacobianLinearOperator._of(self)
 
-    def block_diagonal(self, partition: Any = "module") -> Any:
-        raise NotImplementedError("A Jacobian is not square; restrict it to some parameters by its argument `params`.")
+
+def _output_shapes(risk: EmpiricalRisk) -> list[tuple[int, ...]]:
+    """Run the model on all data for the shapes of its predictions."""
+    shapes, count = [], 0
+    with undisturbed(risk.device):
+        for X, _ in risk.batches():
+            with risk.leaves() as leaves, torch.no_grad():
+                shapes.append(tuple(risk.loss.prepare(risk.predict(leaves, X)).shape))
+            count += risk.batch_size(X, shapes[-1]) or shapes[-1][0]
+    risk.check_counts(count, count)
+    return shapes
 
 
 class TransposedJacobianLinearOperator(LinearOperator):

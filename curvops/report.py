@@ -10,6 +10,7 @@ import json
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvops import _digits
+from curvops import _digits, viz
 from curvops._page import render
 from curvops._random import signs
 from curvops.estimators import LanczosSpectrum, top_eigenpairs, xtrace
@@ -41,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page")
     parser.add_argument("--json", type=Path, help="the numbers, as JSON")
-    parser.add_argument("--top", type=int, default=5, help="how many eigenvalues")
-    parser.add_argument("--probes", type=int, default=20, help="random vectors for each estimate")
+    parser.add_argument("--top", type=natural, default=5, help="how many eigenvalues")
+    parser.add_argument("--probes", type=natural, default=20, help="random vectors for each estimate")
     args = parser.parse_args(argv)
     try:
         problem = _digits.problem() if args.target is None else checked(load(args.target)(), args.target)
@@ -58,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.json.write_text(json.dumps(numbers, indent=1), encoding="utf-8")
         print(f"wrote {args.json}")
     return 0
+
+
+def natural(text: str) -> int:
+    """Parse a positive integer."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a positive integer")
+    return int(text)
 
 
 class ReportError(ValueError):
@@ -110,29 +118,27 @@ def measure(
     Returns:
         Plain numbers, ready for JSON, and the figures by title.
     """
-    from curvops import viz
-
-    steps = iter(bar := tqdm(range(6), desc="report", unit="step"))
-    says = lambda what: (next(steps), bar.set_postfix_str(what))  # noqa: E731
-    says("KFAC")
-    K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2", unsupported="diagonal")
-    says("EKFAC")
-    E = EKFACLinearOperator(model, loss, params, data, fisher_type="type-2", unsupported="diagonal")
-    G, H = (kind(model, loss, params, data) for kind in (GGNLinearOperator, HessianLinearOperator))
-    operators = {"Hessian": H, "GGN": G}
-    numbers: dict[str, Any] = {"parameters": K.shape[0], "blocks": len(K.parts), "layers": _layers(K)}
-    with G.cached(), H.cached():
-        says("quality of KFAC and EKFAC")
-        blocks = [list(dict.fromkeys(part.placement.names)) for part in K.parts]
-        _quality(numbers["layers"], G, {"KFAC": K, "EKFAC": E}, blocks, probes, seed)
-        says("eigenvalues")
-        numbers["eigenvalues"] = {name: _eigenvalues(op, top, seed) for name, op in operators.items()}
-        says("traces and densities")
-        spectra = {name: LanczosSpectrum(op, ncv, num_repeats=3, seed=seed) for name, op in operators.items()}
-        numbers["trace"] = {
-            n: _estimate(xtrace(op, min(probes, op.shape[0]), seed=seed)) for n, op in operators.items()
-        }
+    with tqdm(total=5, desc="report", unit="step") as bar:
+        step = partial(_step, bar)
+        step("KFAC")
+        K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2", unsupported="diagonal")
+        numbers: dict[str, Any] = {"parameters": K.shape[0], "blocks": len(K.parts), "layers": _layers(K)}
+        step("EKFAC")
+        E = EKFACLinearOperator(model, loss, params, data, fisher_type="type-2", unsupported="diagonal")
+        H, G = (kind(model, loss, params, data) for kind in (HessianLinearOperator, GGNLinearOperator))
+        operators = {"Hessian": H, "GGN": G}
+        with G.cached(), H.cached():
+            step("quality of KFAC and EKFAC")
+            blocks = [list(dict.fromkeys(part.placement.names)) for part in K.parts]
+            _quality(numbers["layers"], G, {"KFAC": K, "EKFAC": E}, blocks, probes, seed)
+            step("eigenvalues")
+            numbers["eigenvalues"] = {name: _eigenvalues(op, top, seed) for name, op in operators.items()}
+            step("traces and densities")
+            spectra = {name: LanczosSpectrum(op, ncv, num_repeats=3, seed=seed) for name, op in operators.items()}
+            traces = {n: xtrace(op, min(probes, op.shape[0]), seed=seed) for n, op in operators.items()}
+        bar.update()
     densities = {name: spectrum.density() for name, spectrum in spectra.items()}
+    numbers["trace"] = {n: {"value": float(e.value), "stderr": float(e.stderr)} for n, e in traces.items()}
     numbers["density"] = {
         n: {"grid": d.grid.tolist(), "density": d.density.tolist(), "stderr": d.stderr.tolist()}
         for n, d in densities.items()
@@ -140,17 +146,24 @@ def measure(
     numbers["factor_spectra"] = _factor_spectra(K)
     # A tenth of the mean eigenvalue, as Grosse et al. (2023) damp for influence functions.
     numbers["suggested_damping"] = 0.1 * float(K.trace()) / K.shape[0]
-    says("figures")
+    return numbers, _figures(K, densities)
+
+
+def _step(bar: tqdm, what: str) -> None:
+    if bar.postfix:  # the one before is done
+        bar.update()
+    bar.set_postfix_str(what)
+
+
+def _figures(K: KFACLinearOperator, densities: dict[str, Any]) -> dict[str, Any]:
     figures = {
         "Spectral density": viz.plot_density(densities),
         "Where the curvature is": viz.plot_layer_bars(K),
         "Spectrum of each block": viz.plot_spectra(K),
     }
-    if numbers["factor_spectra"]:
+    if any(factors_of(part).input is not None for part in K.parts):
         figures["Kronecker factors"] = viz.plot_factors(K)
-    bar.update()
-    bar.close()
-    return numbers, figures
+    return figures
 
 
 def _layers(K: KFACLinearOperator) -> list[dict[str, Any]]:
@@ -180,6 +193,8 @@ def _quality(
     z = signs(seed, index, torch.arange(G.shape[1], device=G.device)).to(G.torch_dtype).T.contiguous()
     Z = dict(zip(names, _split(z, shapes), strict=True))
     exact = G.block_diagonal(merged) @ Z
+    for row, part in zip(rows, blocks, strict=True):
+        row["GGN trace"] = sum(float((Z[n] * exact[n]).sum(dtype=torch.float64)) for n in part) / probes
     for title, op in approximations.items():
         near = op @ Z
         for row, part in zip(rows, blocks, strict=True):
@@ -188,7 +203,6 @@ def _quality(
             row[f"{title} distance"] = float(((g - k) ** 2).sum()) ** 0.5 / size if size else 0.0
             other = float((k**2).sum()) ** 0.5
             row[f"{title} cosine"] = float((g * k).sum()) / (size * other) if size and other else 1.0
-            row["GGN trace"] = float((torch.cat([Z[n].reshape(-1, probes) for n in part]) * g).sum()) / probes
 
 
 def _disjoint(blocks: list[list[str]]) -> list[list[str]]:
@@ -210,10 +224,6 @@ def _eigenvalues(op: Any, top: int, seed: int) -> list[dict[str, float]]:
     """Largest eigenvalues; a residual bounds the distance to an eigenvalue."""
     pairs = top_eigenpairs(op, min(top, op.shape[0]), which="LM", seed=seed)
     return [{"value": float(v), "error": float(r)} for v, r in zip(pairs.values, pairs.residuals, strict=True)]
-
-
-def _estimate(e: Any) -> dict[str, float]:
-    return {"value": float(e.value), "stderr": float(e.stderr)}
 
 
 def _factor_spectra(K: KFACLinearOperator) -> dict[str, dict[str, list[float]]]:

@@ -71,6 +71,7 @@ class EmpiricalRisk:
         self.batch_size_fn, self.progressbar = batch_size_fn, progressbar
         self.allow_train_mode = allow_train_mode
         self.data = self.checked_data(data)
+        self._takes_mappings = _takes_one_argument(model)
         if isinstance(model, nn.Module) and not allow_train_mode:
             _refuse_train_mode(model)
 
@@ -206,11 +207,12 @@ class EmpiricalRisk:
         return prediction
 
     def _call(self, leaves: dict[str, Tensor], X: Any) -> Any:
-        if not isinstance(self.model, nn.Module):
-            return self.model(leaves, X)
-        if isinstance(X, Mapping) and not takes_one_argument(self.model):
-            return self.model(**X)
-        return self.model(X)
+        args, keywords = self.arguments(X)
+        return self.model(*args, **keywords) if isinstance(self.model, nn.Module) else self.model(leaves, X)
+
+    def arguments(self, X: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return how a module takes ``X``: positional and keyword arguments."""
+        return ((), dict(X)) if isinstance(X, Mapping) and not self._takes_mappings else ((X,), {})
 
 
 # ---- batches ------------------------------------------------------------------------
@@ -256,8 +258,10 @@ def _refuse_nonfinite(x: Any, what: str) -> None:
             raise ValueError(f"{what}: found NaN or infinite values, expected finite data.")
 
 
-def takes_one_argument(model: nn.Module) -> bool:
+def _takes_one_argument(model: Model) -> bool:
     """Whether a mapping goes into a model whole, as its only argument."""
+    if not isinstance(model, nn.Module):
+        return True
     try:
         parameters = list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):

@@ -8,6 +8,7 @@ from kfac.oracle import output_hessian
 from kfac.photograph import state
 from torch import nn
 from torch.func import jacrev
+from torch.utils.data import DataLoader, TensorDataset
 
 from curvops import ActivationGGNLinearOperator, ActivationHessianLinearOperator
 from curvops.testing import check_operator
@@ -17,11 +18,7 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
 
 @pytest.fixture(autouse=True)
 def double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+    torch.set_default_dtype(torch.float64)  # conftest puts it back
 
 
 def problem(reduction="mean"):
@@ -69,3 +66,27 @@ def test_no_hook_is_left_behind_and_bad_names_are_refused():
     assert state(model) == before
     with pytest.raises(TypeError, match="module"):
         ActivationGGNLinearOperator(lambda p, x: x, loss, "1", data)
+
+
+def test_R11_what_is_accepted_is_honoured_and_nothing_of_the_users_is_touched():
+    model, loss, _, X, y = problem()
+    model.insert(1, nn.BatchNorm1d(5))  # its statistics would move in train mode
+    loader = DataLoader(TensorDataset(X, y), batch_size=3)  # draws a seed whenever it is read
+    before = state(model)
+    for kind in (ActivationHessianLinearOperator, ActivationGGNLinearOperator):
+        op = kind(model, loss, "2", loader, allow_train_mode=True)
+        with torch.inference_mode():
+            op @ torch.ones(op.shape[1])
+        wrong = kind(model, loss, "2", loader, allow_train_mode=True, num_data=6)
+        with pytest.raises(ValueError, match="num_data: found 6, but the data hold 5"):
+            wrong @ torch.ones(wrong.shape[1])
+        assert not hasattr(op, "compiled")  # nothing that would be ignored
+    assert state(model) == before
+
+
+def test_a_mean_over_ignored_targets_is_refused():
+    model, _, data, _, _ = problem()
+    data = [(X, torch.full_like(y, -100)) for X, y in data]
+    op = ActivationGGNLinearOperator(model, nn.CrossEntropyLoss(), "1", data)
+    with pytest.raises(ValueError, match="divides by 0"):
+        op @ torch.ones(op.shape[1])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curvops import GGNDiagonalLinearOperator, GGNUnitWiseLinearOperator
-from curvops.kfac import gradients
+from curvops.kfac import joined
 from curvops.testing import check_closed_forms, check_operator
 
 TOL = 1e-12
@@ -125,7 +125,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("net", ["mlp", "cnn"])
 def test_R1_no_tensor_is_as_large_as_all_gradients(net: str, monkeypatch) -> None:
-    monkeypatch.setattr(gradients, "CHUNK", 4096)
+    monkeypatch.setattr(joined, "CHUNK", 4096)
     conv = nn.Conv2d(6, 40, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(40, 4)
     wide = {
         "mlp": (nn.Sequential(nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 4)), (60,)),

@@ -28,7 +28,7 @@ FLOORS: list[set[str]] = [
         "kfac.rules",
     },
     {f"kfac.{room}" for room in "_autograd recorder sites tied vectors schedule sharing".split()}
-    | {f"kfac.{room}" for room in "uses statistics rotation collect gradients reducers rank_one".split()},
+    | {f"kfac.{room}" for room in "uses statistics rotation collect gradients joined reducers rank_one".split()},
     {
         "kfac",
         "_matrix_free",

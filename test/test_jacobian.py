@@ -9,6 +9,7 @@ import torch
 from kfac.nets import mlp
 from matrix_free_cases import Recurrent, jacobian
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from curvops import JacobianLinearOperator, NTKLinearOperator, TransposedJacobianLinearOperator
 from curvops.testing import check_operator
@@ -18,11 +19,7 @@ TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 
 @pytest.fixture(autouse=True)
 def double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+    torch.set_default_dtype(torch.float64)  # conftest puts it back
 
 
 def problem(*shape: int):
@@ -99,7 +96,25 @@ def test_R8_cached_through_the_transpose_and_pickled():
     torch.testing.assert_close(pickle.loads(pickle.dumps(transposed)).to_dense(), want.T, **TOLERANCE)
 
 
-def test_blocks_of_a_jacobian_are_refused():
-    model, params, data, _ = problem()
-    with pytest.raises(NotImplementedError, match="params"):
-        JacobianLinearOperator(model, params, data).block_diagonal()
+def test_R11_what_is_accepted_is_honoured_and_the_random_state_stays():
+    model, params, data, X = problem()
+    assert JacobianLinearOperator(model, params, data, num_data=7).shape[0] == 21
+    with pytest.raises(ValueError, match="num_data: found 8, but the data hold 7"):
+        JacobianLinearOperator(model, params, data, num_data=8)
+    with pytest.raises(TypeError, match="reduction"):
+        JacobianLinearOperator(model, params, data, reduction="sum")
+    loader = DataLoader(TensorDataset(X, torch.zeros(7)), batch_size=3)  # draws a seed whenever it is read
+    before = torch.get_rng_state()
+    with torch.inference_mode():
+        J = JacobianLinearOperator(model, params, loader)
+        J @ torch.ones(J.shape[1])
+        J.T @ torch.ones(J.shape[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_R8_compiled():
+    model, params, data, X = problem()
+    J, want = JacobianLinearOperator(model, params, data).compiled(backend="aot_eager"), jacobian(model, params, X)
+    torch.testing.assert_close(J.T.to_dense(), want.T, **TOLERANCE)
+    torch.testing.assert_close(J.to_dense(), want, **TOLERANCE)
+    assert pickle.loads(pickle.dumps(J)).linearization == "forward"

@@ -25,11 +25,7 @@ TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
 
 @pytest.fixture(autouse=True)
 def double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+    torch.set_default_dtype(torch.float64)  # conftest puts it back
 
 
 def named(model) -> dict:
@@ -350,3 +346,7 @@ def test_bad_input():
         GGNLinearOperator(model, loss, params, data, num_data=8) @ torch.ones(43)
     with pytest.raises(ValueError, match="train mode"):
         HessianLinearOperator(nn.Sequential(nn.Linear(4, 3), nn.Dropout()), loss, None, data)
+    ignored = [(X, torch.full_like(y, -100)) for X, y in data]
+    for op in (GGNLinearOperator, HessianLinearOperator):
+        with pytest.raises(ValueError, match="divides by 0"):
+            op(model, loss, params, ignored) @ torch.ones(43)

@@ -35,10 +35,6 @@ class _Exchangeable(Sampler):
         self.probes += n
         return new
 
-    def exact_cost(self) -> float:
-        """One product with every unit vector."""
-        return self.products.N
-
     def exact(self) -> Tensor:
         """Sum the diagonal."""
         return exact_trace(self.products)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -33,6 +34,10 @@ class _FunctionTrace(Sampler):
         """Return the trace."""
         total = self.spectrum.trace_of(self.f)
         return total.value, total.stderr
+
+    def exact_cost(self) -> float:
+        """Infinite: no number of products gives it exactly."""
+        return math.inf
 
 
 def trace_of_function(

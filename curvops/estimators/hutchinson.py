@@ -45,10 +45,6 @@ class Hutchinson(Sampler):
         """Return the mean."""
         return self.moments.estimate()
 
-    def exact_cost(self) -> float:
-        """One product with every unit vector: they sum to the exact value of every integrand here."""
-        return self.products.N
-
     def exact(self) -> Tensor:
         """Sum over unit vectors."""
         return sum_over(self.products, self.products.eye(self.products.N), self.integrand)

@@ -47,10 +47,6 @@ class HutchPlusPlus(Sampler):
         rest, stderr = moments(samples)
         return (Q * self.Z).double().sum() + rest, stderr
 
-    def exact_cost(self) -> float:
-        """One product with every unit vector."""
-        return self.products.N
-
     def exact(self) -> Tensor:
         """Sum the diagonal."""
         return exact_trace(self.products)

@@ -54,7 +54,10 @@ def over(a: Tensor, b: Tensor) -> Tensor:
 def require_finite(Y: Tensor) -> None:
     """Refuse a product that overflowed, or that came from a model with NaN in it."""
     if not torch.isfinite(Y).all():
-        raise ValueError("A product with the operator has NaN or infinite entries.")
+        raise ValueError(
+            "A product with the operator has NaN or infinite entries, expected finite ones; check the data and the parameters, "
+            "or use float64."
+        )
 
 
 def report(history: list[Tensor], true: Tensor, converged: Tensor) -> SolveInfo:

@@ -298,7 +298,10 @@ class NeumannInverseLinearOperator(IterativeInverse):
         if self.symmetric:
             return self
         if self.preconditioner is not None:
-            raise NotImplementedError("The adjoint of a preconditioned Neumann series of a non-symmetric operator.")
+            raise NotImplementedError(
+                "The adjoint of a preconditioned Neumann series of a non-symmetric operator is not a Neumann series from the "
+                "same side; leave the preconditioner out, or use LSMRInverseLinearOperator."
+            )
         return NeumannInverseLinearOperator(
             self.A._adjoint(), num_terms=self.num_terms, scale=self.scale, check_nan=self.check_nan
         )

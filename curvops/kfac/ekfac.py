@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvops import _linalg
 from curvops._params import Model, Params
+from curvops.kfac.blocks import factor_pair, labelled
 from curvops.kfac.estimate import Estimate, block_key
 from curvops.kfac.estimated import EstimatedOperator
 from curvops.kfac.operator import kronecker_factors
@@ -84,7 +85,7 @@ class EKFACLinearOperator(EstimatedOperator):
 def _corrected(estimate: Estimate, reading: Reading, old: Estimate | None = None, decay: float = 0.0) -> Estimate:
     """Give every block its eigenvectors, and the eigenvalues of what was read (and of an old estimate)."""
     keys = {block_key(s.placement): key for key, s in reading.sums.items()}
-    groups, bases = estimate.labelled(), eigenvectors(estimate)
+    groups, bases = labelled(estimate), eigenvectors(estimate)
     by_key: dict[Hashable, Basis] = {}
     for label, members in groups.items():
         for j, sums in enumerate(members):  # behind the first: the same weight, turned
@@ -119,8 +120,8 @@ def _seen_from(basis: Basis, block: Sums) -> Tensor:
 
 def _uncorrected(estimate: Estimate) -> Estimate:
     """Give every block the eigenvalues of its Kronecker product: without gradients there is nothing to correct."""
-    for label, members in estimate.labelled().items():
-        B, A = estimate.pair(label, *members)
+    for label, members in labelled(estimate).items():
+        B, A = factor_pair(estimate, label, *members)
         b, QB = _linalg.eigh_psd(B, label)
         a, QA = (torch.ones_like(b[:, :1]), None) if A is None else _linalg.eigh_psd(A, label)
         members[0].basis, members[0].values = (QB, QA), b.unsqueeze(-1) * a.unsqueeze(-2)
@@ -129,7 +130,7 @@ def _uncorrected(estimate: Estimate) -> Estimate:
 
 def eigenvectors(estimate: Estimate) -> dict[str, Basis]:
     """Return the eigenvectors of the factors of every block, by label; factors of one size are decomposed together."""
-    pairs = {label: estimate.pair(label, *members) for label, members in estimate.labelled().items()}
+    pairs = {label: factor_pair(estimate, label, *members) for label, members in labelled(estimate).items()}
     places: dict[int, list[tuple[str, int]]] = {}
     for label, pair in pairs.items():
         for side, F in enumerate(pair):

@@ -10,18 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvops._operator import LinearOperator
-from curvops._scalars import accumulation_dtype
 from curvops.kfac.collect import Collector
 from curvops.kfac.sites import slot_key
 from curvops.kfac.statistics import Sums
-from curvops.kfac.tied import is_turned, nearest_kronecker
-from curvops.structured.dense import Dense
-from curvops.structured.diagonal import Diagonal
-from curvops.structured.direct_sum import Part
-from curvops.structured.eigen import Eigen
-from curvops.structured.kronecker import Kronecker
-from curvops.structured.placement import Placement, Slot
+from curvops.losses import scale_of
+from curvops.structured.placement import Placement
 
 _STRUCTURES = {"EKFAC": "eigen", "GGNDiagonal": "diagonal", "GGNUnitWise": "unit-wise"}
 
@@ -62,7 +55,7 @@ class Estimate:
         notes = {n: "never reached by a prediction" for n in shapes if n not in counts.reached}
         notes |= {u.name: f"{u.function}: {u.reason}" for u in counts.unsupported.values()}
         dense = dict(collected.dense.sums)
-        scale = _scale(options["reduction"], counts.normalizer)
+        scale = scale_of(options["reduction"], counts.normalizer)
         # Means are formed here, once and in place; a bias alone may share its factor with its weight.
         for t in {id(t): t for t in (*(b.B for b in blocks), *dense.values()) if t is not None}.values():
             t.mul_(scale)
@@ -85,7 +78,7 @@ class Estimate:
     @property
     def scale(self) -> float:
         """What sums over the data are multiplied by."""
-        return _scale(self.options["reduction"], self.normalizer)
+        return scale_of(self.options["reduction"], self.normalizer)
 
     # ---- combining -------------------------------------------------------------------------
     def merged(self, other: Estimate) -> Estimate:
@@ -131,101 +124,10 @@ class Estimate:
             if other.options[key] != value:
                 raise ValueError(f"Cannot combine estimates with {key}={value!r} and {key}={other.options[key]!r}.")
 
-    # ---- as an operator ----------------------------------------------------------------------
-    def parts(self) -> list[Part]:
-        """Return the blocks of the operator: one for every Kronecker block, dense block, and zero."""
-        covered = {n: _Entries(prod(s)) for n, s in self.shapes.items()}
-        parts = []
-        for label, (sums, *turned) in self.labelled().items():
-            for slot in sums.placement.slots:
-                covered[slot.name].take(slot)
-            parts.append(Part(sums.placement, self._operator(label, sums, *turned)))
-        for name in self.dense:
-            place = _whole(name, self.shapes[name])
-            covered[name].take(place.slots[0])
-            parts.append(Part(place, self._dense(name)))
-        return parts + [self._zero(n, e.free()) for n, e in covered.items() if e.count < e.numel]
-
     @property
     def structure(self) -> str:
         """What a block is: ``"kronecker"``, ``"eigen"``, ``"diagonal"`` or ``"unit-wise"``."""
         return _STRUCTURES.get(self.options["kind"], "kronecker")
-
-    def labelled(self) -> dict[str, list[Sums]]:
-        """Return the blocks by label: the name of their first parameter, numbered where it has several blocks.
-
-        A weight that is used in both orientations is one block with two entries.
-        """
-        groups: list[list[Sums]] = []
-        for sums in self.blocks:
-            weights = (g for g in groups if g[0].A is not None and sums.A is not None)
-            partner = next((g for g in weights if is_turned(g[0].placement, sums.placement)), None)
-            if partner is None:
-                groups.append([sums])
-            else:
-                partner.append(sums)
-        names = [g[0].placement.slots[0].name for g in groups]
-        labels = [n if names.count(n) == 1 else f"{n}[{names[:i].count(n)}]" for i, n in enumerate(names)]
-        return dict(zip(labels, groups, strict=True))
-
-    def _operator(self, label: str, sums: Sums, *turned: Sums) -> LinearOperator:
-        shape, structure = sums.placement.shape, self.structure
-        if structure == "kronecker":
-            return Kronecker(*self.pair(label, sums, *turned), shape=shape, label=label, dtype=self.dtype)
-        found = sums.values if structure == "eigen" else sums.B
-        if not torch.isfinite(found).all():
-            raise ValueError(
-                f"Block {label!r}: its squared gradients have NaN or infinite entries; rescale the data, or use float64."
-            )
-        if structure == "eigen":
-            return Eigen(*sums.basis, sums.values, label=label, dtype=self.dtype)
-        if structure == "diagonal":
-            return Diagonal(sums.B, label=label, dtype=self.dtype)
-        return Dense(sums.B.flatten(0, 1), domain=(shape,), label=label, dtype=self.dtype)
-
-    def pair(self, label: str, sums: Sums, *turned: Sums) -> tuple[Tensor, Tensor | None]:
-        """Return the factors ``(B, A)`` of a block."""
-        B, A = self._pair(sums, label)
-        for other in turned:
-            # B2 ⊗ A2 on the transpose is A2 ⊗ B2 on the weight.
-            B2, A2 = self._pair(other, label)
-            assert A is not None
-            assert A2 is not None
-            B, A = nearest_kronecker((B, A), (A2, B2))
-        if self.options["kind"] == "TNT":  # both factors have the trace of the block
-            A = A / A.diagonal(dim1=1, dim2=2).sum(1).clamp(min=torch.finfo(A.dtype).tiny)[:, None, None]
-        return B, A
-
-    def _pair(self, sums: Sums, label: str) -> tuple[Tensor, Tensor | None]:
-        G, o, _ = sums.placement.shape
-        wide: dict[str, Any] = {"dtype": accumulation_dtype(self.dtype), "device": self.device}
-        if self.options["fisher_type"] == "forward-only":
-            B = torch.eye(o, **wide).repeat(G, 1, 1)
-        elif sums.B is None:
-            B = torch.zeros(G, o, o, **wide)
-        else:
-            B = sums.B
-        for factor, name in ((sums.A, "input"), (B, "output")):
-            # Entries of a Gram matrix are bounded by its diagonal.
-            if factor is not None and not torch.isfinite(factor.diagonal(dim1=-2, dim2=-1)).all():
-                raise ValueError(
-                    f"Block {label!r}: its {name} factor has NaN or infinite entries; rescale the data, or use float64."
-                )
-        return B, sums.A
-
-    def _dense(self, name: str) -> LinearOperator:
-        kind, block = self.options["unsupported"], self.dense[name]
-        shape = _whole(name, self.shapes[name]).shape
-        if kind == "exact":
-            return Dense(block, domain=(shape,), label=name, dtype=self.dtype)
-        return Diagonal(block.reshape(shape), label=name, dtype=self.dtype)
-
-    def _zero(self, name: str, entries: Tensor) -> Part:
-        n = int(entries.sum())
-        zeros = torch.zeros(1, n, 1, dtype=accumulation_dtype(self.dtype), device=self.device)
-        index = None if n == entries.numel() else entries.nonzero().flatten().to(self.device)
-        slot = Slot(name, self.shapes[name], 0, 1, index=index)
-        return Part(Placement((slot,), (1, n, 1)), Diagonal(zeros, label=name, dtype=self.dtype))
 
     # ---- as plain data -------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -288,18 +190,6 @@ class Estimate:
         )
 
 
-def _scale(reduction: str, normalizer: float) -> float:
-    """Return what sums over the data are multiplied by: the one place where a mean loss is divided."""
-    if reduction == "sum":
-        return 1.0
-    if not normalizer > 0:
-        raise ValueError(
-            f"The mean loss divides by {normalizer:g} over this data set (all targets ignored, or all weights zero); "
-            "expected a positive number."
-        )
-    return 1 / normalizer
-
-
 def _combine(old: Sums | None, new: Sums | None, inputs: tuple | None, outputs: tuple[float, float]) -> Sums:
     """Combine the factors of a block; where one side never saw it, its curvature there is zero."""
     if old is None or new is None:
@@ -321,33 +211,3 @@ def _weighted(a: Tensor | None, b: Tensor | None, u: float, v: float) -> Tensor 
 def block_key(placement: Placement) -> tuple:
     """Identify a block across estimates."""
     return tuple((slot_key(s.name, prod(s.shape), s.index), s.transposed) for s in placement.slots)
-
-
-def _whole(name: str, shape: tuple[int, ...]) -> Placement:
-    return Placement((Slot(name, shape, 0, 1),), (1, prod(shape), 1))
-
-
-class _Entries:
-    """Which entries of a parameter are in a block already."""
-
-    def __init__(self, numel: int) -> None:
-        self.numel, self.count = numel, 0
-        self._parts: list[Tensor] = []
-
-    def take(self, slot: Slot) -> None:
-        """Take the entries of a slot."""
-        self.count += self.numel if slot.index is None else slot.index.numel()
-        if slot.index is not None:
-            self._parts.append(slot.index.cpu())
-        if self.count > self.numel or (self._parts and len(torch.cat(self._parts).unique()) != self.count):
-            raise NotImplementedError(
-                f"Parameter {slot.name!r} is used in two ways that one block cannot hold (as a whole and in parts, as a weight "
-                "and as a bias, or with a bias that another batch does not have). Leave it out of params."
-            )
-
-    def free(self) -> Tensor:
-        """Return which entries are in no block."""
-        free = torch.ones(self.numel, dtype=torch.bool)
-        for part in self._parts:
-            free[part] = False
-        return free

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from curvops._params import Model, Params
+from curvops.kfac.blocks import factor_pair, labelled, parts_of
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.factors import BlockFactors, factors_of
 from curvops.kfac.options import FisherType, KFACType, Policy, choice
@@ -97,17 +98,19 @@ class EstimatedOperator(DirectSum):
     def _adopt(self, estimate: Estimate) -> None:
         self._estimate = estimate
         names, shapes = tuple(estimate.shapes), tuple(estimate.shapes.values())
-        super().__init__(shapes, names, estimate.parts(), dtype=estimate.dtype, device=estimate.device)
+        super().__init__(shapes, names, parts_of(estimate), dtype=estimate.dtype, device=estimate.device)
 
     # ---- what is in it -----------------------------------------------------------------------
     @property
     def factors(self) -> dict[str, BlockFactors]:
         """The factors of every block, by parameter name: weight and bias of a joint block answer with the same object."""
         result: dict[str, BlockFactors] = {}
-        held = self._estimate.labelled() if self._estimate.structure == "eigen" else {}
+        estimate = self._estimate
+        held = labelled(estimate) if estimate.structure == "eigen" else {}
         for part in self.parts:
-            pair = self._estimate.pair(part.label, *held[part.label]) if part.label in held else None
-            block = factors_of(part, pair)
+            block = factors_of(
+                part, factor_pair(estimate, part.label, *held[part.label]) if part.label in held else None
+            )
             for name in dict.fromkeys((part.label, *part.placement.names)):
                 result.setdefault(name, block)
         return result
@@ -136,7 +139,10 @@ class EstimatedOperator(DirectSum):
         if not 0 <= decay <= 1:
             raise ValueError(f"decay: found {decay}, expected a number from 0 to 1.")
         if self._risk is None:
-            raise ValueError("This operator was loaded without its model; build one from the new data and merge it.")
+            raise ValueError(
+                "This operator was loaded without its model, so it cannot read data; build one from them (and merge it, if its "
+                "kind merges)."
+            )
         self._adopt(self._averaged(self._risk.checked_data(data), float(decay)))
         return self
 

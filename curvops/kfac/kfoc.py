@@ -13,8 +13,10 @@ from tqdm import tqdm
 
 from curvops._params import Model, Params
 from curvops._scalars import accumulation_dtype
+from curvops.kfac.blocks import factor_pair, labelled
 from curvops.kfac.estimate import Estimate, block_key
 from curvops.kfac.estimated import EstimatedOperator, geometry
+from curvops.kfac.options import FisherType, KFACType, refuse_forward_only
 from curvops.kfac.rank_one import Bidiagonalization
 from curvops.kfac.reading import BUDGET, Reading, reduced
 from curvops.kfac.reducers import Contractions
@@ -69,7 +71,7 @@ class KFOCLinearOperator(EstimatedOperator):
             raise ValueError(f"tolerance: found {tolerance!r}, expected a number between 0 and 1.")
         if max_iterations < 1:
             raise ValueError(f"max_iterations: found {max_iterations!r}, expected a positive integer.")
-        _refuse_forward_only(options)
+        refuse_forward_only(options.get("fisher_type", FisherType.MC))
         self._tolerance, self._limit, self._budget = tolerance, max_iterations, memory_budget
         super().__init__(model, loss, params, data, **options)
 
@@ -99,9 +101,9 @@ class KFOCLinearOperator(EstimatedOperator):
         reading.check_orientations()
         estimate, starts = reading.estimate, {}
         keys = {id(sums): key for key, sums in reading.sums.items()}
-        groups = {label: (keys[id(m[0])], m) for label, m in estimate.labelled().items()}
+        groups = {label: (keys[id(m[0])], m) for label, m in labelled(estimate).items()}
         for label, (key, members) in groups.items():
-            starts[key] = label, estimate.pair(label, *members)
+            starts[key] = label, factor_pair(estimate, label, *members)
         found = self._nearest(reading, starts)
         for key, members in groups.values():
             first, (_, (_, A)) = members[0], starts[key]
@@ -164,7 +166,7 @@ class TNTLinearOperator(EstimatedOperator):
 
     Args:
         model, loss, params, data: See :class:`curvops.risk.EmpiricalRisk`.
-        **options: Those of :class:`curvops.KFACLinearOperator`, without ``"forward-only"``; ``kfac_approx`` has no effect.
+        **options: Those of :class:`curvops.KFACLinearOperator`, without ``kfac_approx`` and ``"forward-only"``.
 
     Attributes:
         factors: The factors of every block.
@@ -181,7 +183,12 @@ class TNTLinearOperator(EstimatedOperator):
         data: Iterable[tuple[Any, Any]],
         **options: Any,
     ) -> None:
-        _refuse_forward_only(options)
+        refuse_forward_only(options.get("fisher_type", FisherType.MC))
+        if options.get("kfac_approx", KFACType.EXPAND) != KFACType.EXPAND:
+            raise ValueError(
+                f"kfac_approx: found {options['kfac_approx']!r}, but gradients of single output vectors hold all sharing "
+                "exactly; leave it out."
+            )
         super().__init__(model, loss, params, data, **options)
 
     def _observe(self, options: dict[str, Any], data: Iterable[tuple[Any, Any]] | None, offset: int) -> Estimate:
@@ -206,8 +213,3 @@ def _scaled(B: Tensor, A: Tensor, like: Tensor) -> Pair:
 
 def _symmetric(M: Tensor) -> Tensor:
     return M / 2 + M.mT / 2
-
-
-def _refuse_forward_only(options: dict[str, Any]) -> None:
-    if options.get("fisher_type") == "forward-only":
-        raise ValueError("fisher_type: found 'forward-only', which has no gradients of outputs; expected another one.")

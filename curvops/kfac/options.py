@@ -33,6 +33,12 @@ class Policy(str, Enum):
     ZERO = "zero"
 
 
+def refuse_forward_only(fisher_type: str) -> None:
+    """Refuse the kind that has no gradients of outputs, where everything is made of them."""
+    if fisher_type == FisherType.FORWARD_ONLY:
+        raise ValueError("fisher_type: found 'forward-only', which has no gradients of outputs; expected another one.")
+
+
 def choice(argument: str, value: Any, kinds: type[Enum]) -> str:
     """Return a choice as its plain string, or raise listing all of them."""
     try:

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Mapping
 import torch
 from torch import Tensor
 
-from curvops.kfac.gradients import Block, Chunk
+from curvops.kfac.joined import Block, Chunk
 
 Basis = tuple[Tensor | None, Tensor | None]
 

@@ -28,6 +28,8 @@ on how the data are cut into batches. Everything is computed in float32 or bette
 
 from curvops.losses._base import OutputLoss as OutputLoss
 from curvops.losses._base import OutputView as OutputView
+from curvops.losses._base import scale_of as scale_of
 from curvops.losses._module import register as register
+from curvops.losses.callables import by_autograd as by_autograd
 from curvops.losses.elementwise import Elementwise as Elementwise
 from curvops.losses.registry import output_loss as output_loss

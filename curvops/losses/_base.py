@@ -180,6 +180,18 @@ class OutputView(ABC):
         return terms, torch.arange(width, device=device)
 
 
+def scale_of(reduction: str, normalizer: float) -> float:
+    """Return what sums over the data are multiplied by: the one place where a mean loss is divided."""
+    if reduction == "sum":
+        return 1.0
+    if not normalizer > 0:
+        raise ValueError(
+            f"The mean loss divides by {normalizer:g} over this data set (all targets ignored, or all weights zero); "
+            "expected a positive number."
+        )
+    return 1 / normalizer
+
+
 class OutputLoss(ABC):
     """A loss as a function of the model's output.
 

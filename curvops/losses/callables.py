@@ -155,10 +155,7 @@ class CallableLoss(OutputLoss):
         self.reduction = reduction
 
     def view(self, output: Tensor, target: Any) -> OutputView:
-        x = wide(output)
-        return CallableView(
-            Layout.of(output, None), count(len(output), output), self.name, x, lambda x: self.total(x, target)
-        )
+        return by_autograd(self, output, target)
 
     def total(self, output: Tensor, target: Any) -> Tensor:
         if not len(output):
@@ -171,3 +168,9 @@ class CallableLoss(OutputLoss):
             found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"{self.name} returned {found}, expected a 0-dim tensor: use .mean() or .sum() in it.")
         return value * len(output) if self.reduction == "mean" else value
+
+
+def by_autograd(loss: OutputLoss, output: Tensor, target: Any) -> CallableView:
+    """View any loss as what autograd makes of its total: exact second derivatives, never an expectation."""
+    layout, normalizer = Layout.of(output, None), count(len(output), output)
+    return CallableView(layout, normalizer, loss.name, wide(output), lambda x: loss.total(x, target))

@@ -13,8 +13,8 @@ from kfac.stream_cases import NETS, SEED, Coupled, Routed, blocks, positions, si
 from torch import Tensor, nn
 
 from curvops import EKFACLinearOperator, KFACLinearOperator
-from curvops.kfac import gradients
-from curvops.kfac.gradients import Chunk
+from curvops.kfac import gradients, joined
+from curvops.kfac.joined import Chunk
 from curvops.kfac.reducers import squares
 from curvops.kfac.vectors import Batch
 from curvops.testing import check_closed_forms, check_operator
@@ -184,7 +184,7 @@ def test_R7_chunks_and_memory_change_nothing(net: str, monkeypatch) -> None:
     E = ekfac(model, loss, params, data).to_dense()
     again = ekfac(model, loss, params, data, memory_budget=0).to_dense()
     assert relative_error(again, E) < TOL
-    monkeypatch.setattr(gradients, "CHUNK", 1)
+    monkeypatch.setattr(joined, "CHUNK", 1)
     monkeypatch.setattr(gradients, "WAITING", 0)
     small = ekfac(model, loss, params, data)
     assert worst(small, single_gradients(model, loss, params, data)) < TOL

@@ -14,7 +14,7 @@ from kfac.stream_cases import NETS, SEED, blocks, positions, single_gradients
 from torch import Tensor, nn
 
 from curvops import KFACLinearOperator, KFOCLinearOperator, TNTLinearOperator
-from curvops.kfac import gradients
+from curvops.kfac import gradients, joined
 from curvops.kfac.rank_one import Bidiagonalization
 from curvops.testing import check_closed_forms, check_operator
 
@@ -101,7 +101,7 @@ def test_R7_memory_and_chunks_change_nothing(net: str, monkeypatch) -> None:
     model, loss, params, data = case(net)
     F = kfoc(model, loss, params, data).to_dense()
     assert relative_error(kfoc(model, loss, params, data, memory_budget=0).to_dense(), F) < TOL
-    monkeypatch.setattr(gradients, "CHUNK", 1)
+    monkeypatch.setattr(joined, "CHUNK", 1)
     monkeypatch.setattr(gradients, "WAITING", 0)
     assert relative_error(kfoc(model, loss, params, data, kfac_approx="expand").to_dense(), F) < TOL
 
@@ -137,6 +137,8 @@ def test_R7_stops_where_it_says_and_says_where_it_does_not() -> None:
             kfoc(model, loss, params, data, **options)
     with pytest.raises(ValueError, match="forward-only"):
         tnt(model, loss, params, data, fisher_type="forward-only")
+    with pytest.raises(ValueError, match="kfac_approx: found 'reduce'"):
+        tnt(model, loss, params, data, kfac_approx="reduce")
 
 
 def test_a_slow_iteration_begins_again() -> None:

@@ -99,6 +99,15 @@ def test_columns_roots_and_dense_hessians_agree(name: str, reduction: str) -> No
         assert not view.column(torch.full((N, T), -1)).any()
 
 
+@pytest.mark.parametrize(("name", "reduction"), PARAMS)
+def test_R1_products_are_those_of_the_dense_hessian(name: str, reduction: str) -> None:
+    for view in views(CASES[name], reduction)[0]:
+        V = rand(3, *view.layout.shape, seed=11)
+        # The definition is what views without a product of their own inherit.
+        want = view.layout.join_columns(OutputView._product(view, view.layout.split_columns(V)))
+        torch.testing.assert_close(view.product(V), want, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_pick_keeps_terms(name: str) -> None:
     case = CASES[name]
