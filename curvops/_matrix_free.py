@@ -157,10 +157,11 @@ class ParameterOperator(BatchOperator):
 
     Attributes:
         linearization: How products with derivatives are formed: ``"forward"`` mode, double ``"backward"``, ``"compiled"``.
+        refusal: What torch said of an operation without forward mode, where that decided.
     """
 
     def __init__(self, risk: EmpiricalRisk, domain: Shapes, range_: Shapes, **keywords: Any) -> None:
-        self.linearization = "forward"
+        self.linearization, self.refusal = "forward", ""
         self._blocks: list[list[int]] = [list(range(len(risk.names)))]
         self._pieces: Pieces | None = None
         super().__init__(risk, domain, range_, domain_names=risk.names, **keywords)
@@ -199,7 +200,8 @@ class ParameterOperator(BatchOperator):
             backward = point.graph.backward() if lacks_forward_mode(error) else None
             if backward is None:
                 raise
-        self.linearization, point.graph = "backward", backward
+            refusal = str(error)
+        self.linearization, self.refusal, point.graph = "backward", refusal, backward
         return product(backward)
 
     def compiled(self: Compilable, **options: Any) -> Compilable:

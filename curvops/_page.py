@@ -8,13 +8,15 @@ from html import escape
 from typing import Any
 
 _STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
+body{font:15px/1.5 system-ui,sans-serif;max-width:80rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}
 h1,h2{line-height:1.2}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{padding:.3rem .6rem;border-bottom:1px solid #ddd;text-align:right}th:first-child,td:first-child,.text{text-align:left}
+th,td{padding:.3rem .6rem;border-bottom:1px solid #ddd;text-align:right;white-space:nowrap}
+th:first-child,td:first-child,.text{text-align:left}
 th button{all:unset;cursor:pointer;font-weight:600}th button:focus-visible{outline:2px solid #0072b2}
 th[aria-sort=ascending] button::after{content:" \\25b2"}th[aria-sort=descending] button::after{content:" \\25bc"}
 .wide{overflow-x:auto}figure{margin:1.5rem 0}img{max-width:100%;height:auto}
 """
+_PRODUCTS = {"forward": "forward mode", "backward": "reverse over reverse", "compiled": "compiled code"}
 _SCRIPT = """
 document.querySelectorAll("th button").forEach(button => button.addEventListener("click", () => {
   const head = button.closest("th"), table = head.closest("table"), body = table.tBodies[0];
@@ -32,7 +34,9 @@ document.querySelectorAll("th button").forEach(button => button.addEventListener
 
 def render(numbers: dict[str, Any], figures: dict[str, Any]) -> str:
     """Return the page for what :func:`curvops.report.measure` returns."""
-    layers = numbers["layers"]
+    layers = [
+        {k: _short(v) if k == "treatment" else v for k, v in row.items() if k != "names"} for row in numbers["layers"]
+    ]
     eigenvalues = [
         {"operator": name, "rank": i + 1, "eigenvalue": e["value"], "error at most": e["error"]}
         for name, found in numbers["eigenvalues"].items()
@@ -45,7 +49,8 @@ def render(numbers: dict[str, Any], figures: dict[str, Any]) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
             f"<style>{_STYLE}</style></head><body><h1>Curvature report</h1>",
             f"<p>{numbers['parameters']} parameters in {numbers['blocks']} blocks. Suggested damping: ",
-            f'<strong id="damping">{numbers["suggested_damping"]:.3g}</strong>, a tenth of the mean eigenvalue.</p>',
+            f'<strong id="damping">{numbers["suggested_damping"]:.3g}</strong>, a tenth of the mean eigenvalue. Products: ',
+            ", ".join(f"{name} by {_PRODUCTS[way]}" for name, way in numbers["products"].items()) + ".</p>",
             "<h2>Layers</h2><p>Distance: Frobenius norm of the difference from the Gauss-Newton block, relative to its own; "
             "cosine: of the angle between the two matrices. Both are estimated from products.</p>",
             _table("layers", layers),
@@ -57,6 +62,11 @@ def render(numbers: dict[str, Any], figures: dict[str, Any]) -> str:
             f"<script>{_SCRIPT}</script></body></html>",
         ]
     )
+
+
+def _short(treatment: str) -> str:
+    """Leave out the names of the parameters that a block joins: the JSON has them."""
+    return treatment.partition(", joint")[0]
 
 
 def _table(name: str, rows: list[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ import argparse
 import json
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,11 @@ from curvops.kfac.ekfac import EKFACLinearOperator
 from curvops.kfac.factors import factors_of
 from curvops.kfac.operator import KFACLinearOperator
 
-Problem = tuple[Any, Any, Any, Any]
-_EXPECTED = "expected a tuple (model, loss, params, data), as KFACLinearOperator takes them"
+Problem = tuple[Any, Any, Any, Any, dict[str, Any]]
+_EXPECTED = (
+    "expected a tuple (model, loss, params, data), as KFACLinearOperator takes them, or (..., options) with a dictionary of "
+    "keywords such as {'class_dim': -1}"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m curvops report", description="Write a page about the curvature of a model."
     )
     parser.add_argument(
-        "target", nargs="?", help="path/to/file.py:function that returns (model, loss, params, data); default: digits"
+        "target",
+        nargs="?",
+        help="path/to/file.py:function that returns (model, loss, params, data), or these and a dictionary of keywords for the "
+        "operators; default: digits",
     )
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page")
     parser.add_argument("--json", type=Path, help="the numbers, as JSON")
@@ -46,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--probes", type=natural, default=20, help="random vectors for each estimate")
     args = parser.parse_args(argv)
     try:
-        problem = _digits.problem() if args.target is None else checked(load(args.target)(), args.target)
-        numbers, figures = measure(*problem, top=args.top, probes=args.probes)
+        found = _digits.problem() if args.target is None else load(args.target)()
+        *problem, options = checked(found, args.target)
+        numbers, figures = measure(*problem, top=args.top, probes=args.probes, **options)
         page = render(numbers, figures)
     except (ReportError, ModuleNotFoundError) as error:
         print(f"curvops: {error}", file=sys.stderr)
@@ -93,18 +100,31 @@ def load(target: str) -> Callable[[], Any]:
     return namespace[name]
 
 
-def checked(found: Any, target: str) -> Problem:
+def checked(found: Any, target: str | None) -> Problem:
     """Return what a problem function gave, if it is a problem."""
-    if not isinstance(found, tuple | list) or len(found) != 4:
-        size = f" of length {len(found)}" if isinstance(found, tuple | list) else ""
-        raise ReportError(f"{target} returned a {type(found).__name__}{size}, {_EXPECTED}")
+    size = len(found) if isinstance(found, tuple | list) else 0
+    if size not in (4, 5):
+        length = f" of length {size}" if isinstance(found, tuple | list) else ""
+        raise ReportError(f"{target} returned a {type(found).__name__}{length}, {_EXPECTED}")
     if not isinstance(found[0], nn.Module) and not callable(found[0]):
         raise ReportError(f"{target} returned a {type(found[0]).__name__} as model, {_EXPECTED}")
-    return found[0], found[1], found[2], found[3]
+    options = found[4] if size == 5 else {}
+    if not isinstance(options, Mapping):
+        raise ReportError(f"{target} returned a {type(options).__name__} as options, {_EXPECTED}")
+    return found[0], found[1], found[2], found[3], dict(options)
 
 
 def measure(
-    model: Any, loss: Any, params: Any, data: Any, *, top: int = 5, probes: int = 20, ncv: int = 40, seed: int = 0
+    model: Any,
+    loss: Any,
+    params: Any,
+    data: Any,
+    *,
+    top: int = 5,
+    probes: int = 20,
+    ncv: int = 40,
+    seed: int = 0,
+    **options: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Measure the curvature of a risk.
 
@@ -114,6 +134,7 @@ def measure(
         probes: Random vectors for each estimate.
         ncv: Lanczos vectors for each spectral density.
         seed: Seed of all random vectors.
+        **options: For all operators: keywords of :class:`~curvops.EmpiricalRisk`.
 
     Returns:
         Plain numbers, ready for JSON, and the figures by title.
@@ -121,16 +142,19 @@ def measure(
     with tqdm(total=5, desc="report", unit="step") as bar:
         step = partial(_step, bar)
         step("KFAC")
-        K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2", unsupported="diagonal")
+        factored = {"fisher_type": "type-2", "unsupported": "diagonal", **options}
+        K = KFACLinearOperator(model, loss, params, data, **factored)
         numbers: dict[str, Any] = {"parameters": K.shape[0], "blocks": len(K.parts), "layers": _layers(K)}
         step("EKFAC")
-        E = EKFACLinearOperator(model, loss, params, data, fisher_type="type-2", unsupported="diagonal")
-        H, G = (kind(model, loss, params, data) for kind in (HessianLinearOperator, GGNLinearOperator))
+        E = EKFACLinearOperator(model, loss, params, data, **factored)
+        H, G = (kind(model, loss, params, data, **options) for kind in (HessianLinearOperator, GGNLinearOperator))
         operators = {"Hessian": H, "GGN": G}
         with G.cached(), H.cached():
             step("quality of KFAC and EKFAC")
-            blocks = [list(dict.fromkeys(part.placement.names)) for part in K.parts]
-            _quality(numbers["layers"], G, {"KFAC": K, "EKFAC": E}, blocks, probes, seed)
+            _quality(numbers["layers"], G, {"KFAC": K, "EKFAC": E}, probes, seed)
+            for row in numbers["layers"]:
+                treatment = K.treatments[row["names"][0]]
+                row["treatment"] = f"{treatment.kind}: {treatment.detail}"
             step("eigenvalues")
             numbers["eigenvalues"] = {name: _eigenvalues(op, top, seed) for name, op in operators.items()}
             step("traces and densities")
@@ -143,6 +167,7 @@ def measure(
         n: {"grid": d.grid.tolist(), "density": d.density.tolist(), "stderr": d.stderr.tolist()}
         for n, d in densities.items()
     }
+    numbers["products"] = {name: op.linearization for name, op in operators.items()}
     numbers["factor_spectra"] = _factor_spectra(K)
     # A tenth of the mean eigenvalue, as Grosse et al. (2023) damp for influence functions.
     numbers["suggested_damping"] = 0.1 * float(K.trace()) / K.shape[0]
@@ -169,36 +194,34 @@ def _figures(K: KFACLinearOperator, densities: dict[str, Any]) -> dict[str, Any]
 def _layers(K: KFACLinearOperator) -> list[dict[str, Any]]:
     rows = []
     for part in K.parts:
-        values, name = part.operator.eigenvalues(), part.placement.names[0]
+        values = part.operator.eigenvalues()
         rows.append(
             {
                 "block": part.label,
-                "shape": list(part.placement.shape),
+                "names": list(dict.fromkeys(part.placement.names)),
+                "shape": [n for n in part.placement.shape[:1] if n > 1] + list(part.placement.shape[1:]),
                 "parameters": part.operator.shape[0],
                 "KFAC trace": float(part.operator.trace()),
                 "top eigenvalue": float(values.max()),
-                "treatment": K.treatments[name].detail,
             }
         )
     return rows
 
 
-def _quality(
-    rows: list[dict[str, Any]], G: Any, approximations: dict[str, Any], blocks: list[list[str]], probes: int, seed: int
-) -> None:
+def _quality(rows: list[dict[str, Any]], G: Any, approximations: dict[str, Any], probes: int, seed: int) -> None:
     """Add to every block how near the approximations are to the GGN's block: distance and cosine by Hutchinson's sums."""
-    merged = _disjoint(blocks)
+    merged = _disjoint([row["names"] for row in rows])
     names, shapes = list(G.domain_names), dict(zip(G.domain_names, G.domain, strict=True))
     index = torch.arange(probes, device=G.device).unsqueeze(1)
     z = signs(seed, index, torch.arange(G.shape[1], device=G.device)).to(G.torch_dtype).T.contiguous()
     Z = dict(zip(names, _split(z, shapes), strict=True))
     exact = G.block_diagonal(merged) @ Z
-    for row, part in zip(rows, blocks, strict=True):
-        row["GGN trace"] = sum(float((Z[n] * exact[n]).sum(dtype=torch.float64)) for n in part) / probes
+    for row in rows:
+        row["GGN trace"] = sum(float((Z[n] * exact[n]).sum(dtype=torch.float64)) for n in row["names"]) / probes
     for title, op in approximations.items():
         near = op @ Z
-        for row, part in zip(rows, blocks, strict=True):
-            g, k = (torch.cat([y[n].reshape(-1, probes) for n in part]).double() for y in (exact, near))
+        for row in rows:
+            g, k = (torch.cat([y[n].reshape(-1, probes) for n in row["names"]]).double() for y in (exact, near))
             size = float((g**2).sum()) ** 0.5
             row[f"{title} distance"] = float(((g - k) ** 2).sum()) ** 0.5 / size if size else 0.0
             other = float((k**2).sum()) ** 0.5

@@ -6,7 +6,7 @@ No global state of matplotlib is used, so the pictures can be drawn anywhere, in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from curvops.kfac.factors import factors_of
-from curvops.structured.direct_sum import DirectSum
+from curvops.structured.direct_sum import DirectSum, Part
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Okabe and Ito: colours that colour-blind people tell apart, too.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+_MOST = 12  #: blocks that are drawn as heat maps, and named in legends
 _ROUNDING = 1e-12  #: relative size of eigenvalues that are not drawn
 LINES = ("-", "--", "-.", ":")
 
@@ -45,35 +46,61 @@ def require(module: str, extra: str = "demo") -> ModuleType:
 def plot_factors(K: DirectSum, path: str | Path | None = None) -> Figure:
     """Draw the Kronecker factors of every block as heat maps, input factors above output factors.
 
-    Of grouped convolutions the first group is drawn. Colours are cut at the 99.5 % quantile of each factor.
+    Of grouped convolutions the first group is drawn; of more than a dozen blocks, the dozen with the largest traces. Colours
+    are cut at the 99.5 % quantile of each factor.
     """
-    factors = [(part.label, factors_of(part)) for part in K.parts]
-    blocks = [(label, f) for label, f in factors if f.input is not None and f.output is not None]
+    factors = [(part, factors_of(part)) for part in K.parts]
+    blocks = [(part, f) for part, f in factors if f.input is not None and f.output is not None]
     if not blocks:
         kinds = sorted({f.kind for _, f in factors})
         raise ValueError(f"plot_factors: found blocks {kinds}, expected Kronecker products (see plot_spectra).")
-    figure = _figure(2.6 * len(blocks) + 0.8, 5.6)
-    axes = figure.subplots(2, len(blocks), squeeze=False)
-    for column, (label, factor) in enumerate(blocks):
-        for row, (role, M) in enumerate((("input", factor.input), ("output", factor.output))):
-            _heat_map(figure, axes[row, column], M, f"{label}\n{role}" if row == 0 else role)
-    figure.suptitle("Kronecker factors")
+    chosen = _largest([part for part, _ in blocks])
+    shown = [(part.label, f) for part, f in blocks if part.label in chosen]
+    across = min(len(shown), 4)
+    down = -(-len(shown) // across)
+    figure = _figure(2.8 * across + 0.8, 5.4 * down + 0.4)
+    axes = figure.subplots(2 * down, across, squeeze=False)
+    for axis in axes.flat:
+        axis.set_visible(False)
+    for at, (label, factor) in enumerate(shown):
+        for role, M in (("input", factor.input), ("output", factor.output)):
+            axis = axes[2 * (at // across) + (role == "output"), at % across]
+            axis.set_visible(True)
+            _heat_map(figure, axis, M, f"{label}\n{role}" if role == "input" else role)
+    few = len(shown) < len(blocks)
+    figure.suptitle(f"Kronecker factors of the {_MOST} blocks with the largest traces" if few else "Kronecker factors")
     return _save(figure, path)
 
 
+def _largest(parts: Sequence[Part]) -> frozenset[str]:
+    """Return the labels of the blocks with the largest traces."""
+    ranked = sorted(parts, key=lambda part: float(part.operator.trace()), reverse=True)
+    return frozenset(part.label for part in ranked[:_MOST])
+
+
 def plot_spectra(K: DirectSum, path: str | Path | None = None) -> Figure:
-    """Draw the sorted eigenvalues of every block on logarithmic axes; what is zero up to rounding is left out."""
-    figure = _figure(7.2, 4.6)
+    """Draw the sorted eigenvalues of every block on logarithmic axes; what is zero up to rounding is left out.
+
+    Of more than a dozen blocks, the dozen with the largest traces is named; the others are grey.
+    """
+    figure = _figure(9.6, 4.8)
     axes = figure.subplots()
     styles = cycle((c, s) for s in LINES for c in COLOURS)
-    for part, (colour, style) in zip(K.parts, styles, strict=False):
+    named = _largest(K.parts)
+    others = "others"
+    for part in K.parts:
         values = part.operator.eigenvalues().detach().double().flatten().cpu().sort(descending=True).values
         values = values[values > _ROUNDING * values[0]]
-        label = f"{part.label} ({part.operator.shape[0]})"
-        axes.plot(range(1, len(values) + 1), values.numpy(), style, color=colour, label=label)
+        at = range(1, len(values) + 1)
+        if part.label in named:
+            colour, style = next(styles)
+            axes.plot(at, values.numpy(), style, color=colour, label=f"{part.label} ({part.operator.shape[0]})")
+        else:
+            axes.plot(at, values.numpy(), color="0.8", linewidth=0.8, zorder=1, label=others)
+            others = "_" + others.lstrip("_")  # once in the legend
     axes.set(xscale="log", yscale="log", xlabel="index", ylabel="eigenvalue", title="Spectrum of each block")
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(title="block (size)", frameon=False, fontsize="small")
+    axes.legend(title="block (size)", frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return _save(figure, path)
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy.sparse.linalg import eigsh
 from torch import nn
 
 pytest.importorskip("matplotlib")
 
 from curvops import GGNLinearOperator, HessianLinearOperator, KFACLinearOperator
 from curvops.kfac.ekfac import EKFACLinearOperator
-from curvops.report import main, measure
+from curvops.report import load, main, measure
 
 PROBLEM = """
 import torch
@@ -33,6 +34,24 @@ def short():
     return nn.Linear(2, 2), 3
 
 answer = 42
+"""
+HF = """
+import sys
+try:
+    import torchvision
+except (ImportError, RuntimeError):  # built for another torch, as it may be beside the second witnesses of the tests
+    sys.modules["torchvision"] = None
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+def problem():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=19, n_positions=8, n_embd=8, n_layer=4, n_head=2, bos_token_id=None, eos_token_id=None)
+    model = GPT2LMHeadModel(GPT2Config(**sizes)).eval()
+    tokens = torch.randint(19, (6, 8))
+    data = [({"input_ids": t[:, :-1]}, t[:, 1:]) for t in tokens.split(4)]
+    return model, nn.CrossEntropyLoss(), None, data, {"class_dim": -1}
 """
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -124,21 +143,22 @@ def test_R9_the_page_is_valid_and_self_contained(written):
     assert len(numbers["layers"]) == numbers["blocks"] > 2  # the norm's parameters have blocks, too
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_R9_the_page_opens_in_a_headless_browser_and_its_table_sorts(written, tmp_path):
-    out, numbers = written
-    # The page checks itself: pictures are decoded, a click sorts, and what goes wrong becomes the title.
-    probe = """<script>
-    window.onerror = m => { document.title = "error: " + m; };
-    window.onload = () => {
-      const images = [...document.images].every(i => i.complete && i.naturalWidth > 100);
-      const column = () => [...document.querySelectorAll("#layers tbody tr")].map(r => Number(r.cells[3].dataset.value));
-      const button = document.querySelectorAll("#layers th button")[3];
-      button.click(); const up = column(); button.click(); const down = column();
-      document.title = JSON.stringify({images, up, down});
-    };</script></head>"""
-    copy = tmp_path / "probe.html"
-    copy.write_text(out.read_text(encoding="utf-8").replace("</head>", probe), encoding="utf-8")
+# The page checks itself: pictures are decoded, a click sorts, and what goes wrong becomes the title.
+PROBE = """<script>
+window.onerror = m => { document.title = "error: " + m; };
+window.onload = () => {
+  const images = [...document.images].every(i => i.complete && i.naturalWidth > 100);
+  const column = () => [...document.querySelectorAll("#layers tbody tr")].map(r => Number(r.cells[3].dataset.value));
+  const button = document.querySelectorAll("#layers th button")[3];
+  button.click(); const up = column(); button.click(); const down = column();
+  document.title = JSON.stringify({images, up, down});
+};</script></head>"""
+
+
+def assert_opens(out: Path, numbers: dict, folder: Path) -> None:
+    """Open the page in a headless browser: no console error, pictures are there, the table sorts."""
+    copy = folder / "probe.html"
+    copy.write_text(out.read_text(encoding="utf-8").replace("</head>", PROBE), encoding="utf-8")
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
     done = subprocess.run([*command, copy.as_uri()], capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in done.stderr
@@ -146,9 +166,38 @@ def test_R9_the_page_opens_in_a_headless_browser_and_its_table_sorts(written, tm
     assert title is not None
     found = json.loads(title[1])
     traces = sorted(row["KFAC trace"] for row in numbers["layers"])
-    assert found["images"]
-    assert found["up"] == traces
-    assert found["down"] == traces[::-1]
+    assert found == {"images": True, "up": traces, "down": traces[::-1]}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_R9_the_page_opens_in_a_headless_browser_and_its_table_sorts(written, tmp_path):
+    assert_opens(*written, tmp_path)
+
+
+def test_R9_a_transformer_of_hugging_face(tmp_path):
+    file, out, numbers = tmp_path / "gpt.py", tmp_path / "gpt.html", tmp_path / "gpt.json"
+    file.write_text(HF)
+    assert main([f"{file}:problem", "--out", str(out), "--json", str(numbers), "--top", "2", "--probes", "4"]) == 0
+    found = json.loads(numbers.read_text())
+    model, loss, params, data, options = load(f"{file}:problem")()
+    K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2", unsupported="diagonal", **options)
+    assert {n for row in found["layers"] for n in row["names"]} == {n for n, _ in model.named_parameters()}
+    assert len(found["layers"]) == len(K.parts) == found["blocks"]
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    for row in found["layers"]:
+        assert row["treatment"].startswith(K.treatments[row["names"][0]].kind)
+        if row["treatment"].startswith("kronecker"):
+            part = next(p for p in K.parts if p.label == row["block"])
+            assert row["KFAC trace"] == pytest.approx(float(part.operator.trace()), rel=1e-4)
+    G = GGNLinearOperator(model, loss, params, data, **options)
+    with G.cached():
+        top = sorted(eigsh(G, 2, return_eigenvectors=False), reverse=True)
+    assert [e["value"] for e in found["eigenvalues"]["GGN"]] == pytest.approx(top, rel=1e-4)
+    page = Page()
+    page.feed(out.read_text(encoding="utf-8"))
+    assert not page.open
+    if CHROMIUM is not None:
+        assert_opens(out, found, tmp_path)
 
 
 def test_bad_input_says_what_was_expected(tmp_path, capsys):

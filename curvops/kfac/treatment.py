@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import torch
 from torch import nn
 
 from curvops._params import Model, Params, named_params
 from curvops._traceless import random_state_kept
+from curvops.jacobian import JacobianLinearOperator
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.options import Policy, choice
 from curvops.kfac.recorder import Recorder
@@ -41,7 +43,13 @@ class Treatment:
 
 
 class Explanation(dict[str, Treatment]):
-    """Treatments by parameter name; prints as a table."""
+    """Treatments by parameter name; prints as a table.
+
+    Attributes:
+        products: How matrix-free operators (Hessian, GGN, Jacobian, ...) multiply by the model's Jacobian; empty if unknown.
+    """
+
+    products: str = ""
 
     def __str__(self) -> str:
         rows = [("parameter", "shape", "treatment", "")]
@@ -49,7 +57,8 @@ class Explanation(dict[str, Treatment]):
             shape = "x".join(map(str, t.shape)) or "scalar"
             rows.append((t.name, shape, t.kind + (" (assumed)" if t.assumed else ""), t.detail))
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*lines, f"Matrix-free products: {self.products}"] if self.products else lines)
 
 
 def explain(
@@ -62,12 +71,12 @@ def explain(
     batch_size_fn: Callable[[Any], int] | None = None,
     allow_train_mode: bool = False,
 ) -> Explanation:
-    """Say how KFAC treats every parameter, before anything is computed.
+    """Say how KFAC treats every parameter and how matrix-free operators multiply, before anything is computed.
 
     Args:
         model, params: See :class:`curvops.risk.EmpiricalRisk`.
-        data: With data, one forward pass on the first batch is observed. Without, module types tell, and treatments are
-            marked as assumed.
+        data: With data, forward passes on the first batch are observed. Without, module types tell, and treatments are marked
+            as assumed.
         separate_weight_and_bias, unsupported: See :class:`curvops.KFACLinearOperator`; with ``unsupported="raise"`` nothing
             is raised, and what no rule covers is of kind ``"unsupported"``.
         batch_size_fn, allow_train_mode: See :class:`curvops.risk.EmpiricalRisk`.
@@ -86,7 +95,9 @@ def explain(
     risk = EmpiricalRisk(
         model, nn.MSELoss(), params, data, batch_size_fn=batch_size_fn, allow_train_mode=allow_train_mode
     )
-    recorder, reached = _observed(risk)
+    with random_state_kept(risk.device):  # loaders draw
+        batch = next(risk.batches())
+    recorder, reached = _observed(risk, batch[0])
     refused = {u.name: u for u in (*recorder.unsupported, *conflicts(recorder.uses))}
     sites = find_sites([u for u in recorder.uses if not set(u.names) & set(refused)], separate_weight_and_bias)
     details = _details(
@@ -100,19 +111,28 @@ def explain(
             result[name] = Treatment(name, shape, "kronecker", details[name])
         else:
             result[name] = Treatment(name, shape, "zero", "never reached by a prediction")
+    result.products = _products(
+        JacobianLinearOperator(model, params, [batch], batch_size_fn=batch_size_fn, allow_train_mode=allow_train_mode)
+    )
     return result
 
 
-def _observed(risk: EmpiricalRisk) -> tuple[Recorder, frozenset[str]]:
+def _products(jacobian: JacobianLinearOperator) -> str:
+    """Say how a product with the Jacobian went."""
+    jacobian @ torch.zeros(jacobian.shape[1], dtype=jacobian.torch_dtype, device=jacobian.device)
+    if jacobian.linearization == "forward":
+        return "forward mode"
+    return f"double backward, since torch says: {jacobian.refusal.splitlines()[0]}"
+
+
+def _observed(risk: EmpiricalRisk, X: Any) -> tuple[Recorder, frozenset[str]]:
     """Record one forward pass; return what was seen, and the parameters that the prediction depends on."""
     replaced = risk.replaced
-    with random_state_kept(risk.device):
-        X, _ = next(risk.batches())
-        with risk.leaves() as leaves:
-            recorder = Recorder(leaves, replaced, allow_train_mode=risk.allow_train_mode)
-            with recorder:
-                raw = risk.predict(leaves, X)
-            return recorder, recorder.check(risk.loss.prepare(raw))
+    with random_state_kept(risk.device), risk.leaves() as leaves:
+        recorder = Recorder(leaves, replaced, allow_train_mode=risk.allow_train_mode)
+        with recorder:
+            raw = risk.predict(leaves, X)
+        return recorder, recorder.check(risk.loss.prepare(raw))
 
 
 def treatments(estimate: Estimate) -> Explanation:

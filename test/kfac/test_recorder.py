@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from kfac.oracle import block_diagonal, dense_ef, dense_ggn, kfac_factors, relat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from curvops import KFACLinearOperator, explain
+from curvops import GGNLinearOperator, KFACLinearOperator, explain
 
 D = 4
 
@@ -244,6 +245,23 @@ def test_R8_explain_tells_before_anything_is_computed() -> None:
     assert explain(model, data=batches(3), unsupported="diagonal")["w"].kind == "diagonal"
     assert "joint" not in explain(model, data=batches(3), separate_weight_and_bias=True)["a.weight"].detail
     assert "gamma" in str(told)
+
+
+def test_R3_explain_says_how_matrix_free_products_are_formed() -> None:
+    """Fused LSTM layers have no forward mode: what torch said, and what is done instead, is printed."""
+    x = torch.randn(4, 3, D, dtype=torch.float32)
+    for model, words in (
+        (nn.Sequential(nn.Linear(D, D), nn.Tanh()).float(), "Matrix-free products: forward mode"),
+        (nn.LSTM(D, 2, batch_first=True).float(), "double backward, since torch says: .*rnn"),
+    ):
+        told = explain(model, data=[(x, x)])
+        assert re.search(words, str(told))
+        width = 2 if isinstance(model, nn.LSTM) else D
+        G = GGNLinearOperator(model, nn.MSELoss(), None, [(x, x[..., :width])])
+        G @ torch.zeros(G.shape[1], dtype=torch.float32)
+        assert G.linearization in told.products
+        assert told.products.startswith("forward") or G.refusal.splitlines()[0] in told.products
+    assert not explain(nn.Linear(D, D)).products
 
 
 def test_R8_explain_without_data_assumes() -> None:
