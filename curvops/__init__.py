@@ -26,6 +26,7 @@ from curvops.estimators import xdiag as xdiag
 from curvops.estimators import xnystrace as xnystrace
 from curvops.estimators import xtrace as xtrace
 from curvops.fisher import EFLinearOperator as EFLinearOperator
+from curvops.fisher import FisherMCLinearOperator as FisherMCLinearOperator
 from curvops.ggn import GGNLinearOperator as GGNLinearOperator
 from curvops.hessian import HessianLinearOperator as HessianLinearOperator
 from curvops.inverse import CGInverseLinearOperator as CGInverseLinearOperator

@@ -1,4 +1,4 @@
-"""The empirical Fisher: outer products of the gradients of the loss itself."""
+"""The empirical Fisher, outer products of the gradients of the loss itself; and the Fisher by draws of the likelihood."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvops._matrix_free import Point
 from curvops._params import Model, Params
-from curvops.ggn import OutputMetric, outer
+from curvops.ggn import GGNLinearOperator, OutputMetric, outer
 from curvops.risk import EmpiricalRisk
 
 
@@ -49,3 +49,30 @@ class EFLinearOperator(OutputMetric):
                 "data; expected [N, ...], one row for every datum. Reshape it, say batch_size_fn=, or use per='term'."
             )
         return outer(point.view, point.view.gradient(), U, self._per)
+
+
+class FisherMCLinearOperator(GGNLinearOperator):
+    """The Fisher information matrix, estimated by draws of the loss's own likelihood.
+
+    For the likelihoods of the losses here it is the generalized Gauss-Newton matrix (Martens 2020, section 9.2), so this is
+    :class:`~curvops.GGNLinearOperator` with ``mc_samples``.
+
+    Args:
+        model, loss, params, data: See :class:`~curvops.EmpiricalRisk`, and there for other keywords.
+        mc_samples: Number of draws, at least 1.
+        **keywords: See :class:`~curvops.GGNLinearOperator`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: Callable[..., Any],
+        params: Params,
+        data: Iterable[tuple[Any, Any]],
+        *,
+        mc_samples: int = 1,
+        **keywords: Any,
+    ) -> None:
+        if not mc_samples:
+            raise ValueError("mc_samples: found 0, expected at least 1; the exact matrix is GGNLinearOperator.")
+        super().__init__(model, loss, params, data, mc_samples=mc_samples, **keywords)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.func import jacrev
 from torch.utils.checkpoint import checkpoint
 
-from curvops import EFLinearOperator, GGNLinearOperator, HessianLinearOperator
+from curvops import EFLinearOperator, FisherMCLinearOperator, GGNLinearOperator, HessianLinearOperator
 from curvops.testing import check_operator
 
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-11}
@@ -218,6 +218,10 @@ def test_R1_monte_carlo_converges_and_batches_change_nothing(reduction):
         [GGNLinearOperator(model, loss, params, data, mc_samples=1, seed=s).trace() for s in range(300)]
     )
     assert (draws.mean() - G.trace()).abs() < 4 * draws.std() / 300**0.5
+    fisher = FisherMCLinearOperator(model, loss, params, data, mc_samples=3).to_dense()
+    torch.testing.assert_close(fisher, few, rtol=1e-12, atol=1e-14)
+    with pytest.raises(ValueError, match="mc_samples: found 0"):
+        FisherMCLinearOperator(model, loss, params, data, mc_samples=0)
 
 
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum"), nn.MSELoss()])
