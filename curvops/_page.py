@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -32,36 +33,73 @@ document.querySelectorAll("th button").forEach(button => button.addEventListener
 """
 
 
-def render(numbers: dict[str, Any], figures: dict[str, Any]) -> str:
+_CAPTIONS = {
+    "Spectral density": "By Lanczos, smoothed with a Gaussian kernel (which also reaches below zero); two standard errors to "
+    "each side. The axes differ.",
+    "Trace of each block of the GGN": "Where the curvature is: exact traces, and their shares of the whole.",
+    "Spectrum of each block of KFAC": "Sorted eigenvalues; what is zero up to rounding is left out.",
+    "Kronecker factors": "Second moments of layer inputs, and of the gradients of layer outputs.",
+}
+
+
+_LAYERS = """A block holds a weight and, in the last column of its shape, its bias. GGN trace: exact. Distance: Frobenius norm
+of the difference from the Gauss-Newton block, relative to its own; cosine: of the angle between the two matrices; both from
+products with random vectors (with all unit vectors in small models), ± their standard error. Blocks without a rule are exact
+diagonals."""
+
+
+def render(numbers: dict[str, Any], figures: dict[str, Any], title: str = "") -> str:
     """Return the page for what :func:`curvops.report.measure` returns."""
-    layers = [
-        {k: _short(v) if k == "treatment" else v for k, v in row.items() if k != "names"} for row in numbers["layers"]
-    ]
+    found = numbers["eigenvalues"]
     eigenvalues = [
-        {"operator": name, "rank": i + 1, "eigenvalue": e["value"], "error at most": e["error"]}
-        for name, found in numbers["eigenvalues"].items()
-        for i, e in enumerate(found)
+        {"rank": i + 1, **{k: v for n in found if i < len(found[n]) for k, v in _eigenvalue(n, found[n][i]).items()}}
+        for i in range(max(map(len, found.values())))
     ]
     traces = [{"operator": n, "trace": t["value"], "standard error": t["stderr"]} for n, t in numbers["trace"].items()]
+    about = {**numbers["about"], **{f"{n} products": _PRODUCTS[way] for n, way in numbers["products"].items()}}
+    name = escape(title)
     return "\n".join(
         [
-            '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Curvature report</title>',
+            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Curvature report: {name}</title>',
             '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">',
-            f"<style>{_STYLE}</style></head><body><h1>Curvature report</h1>",
+            f"<style>{_STYLE}</style></head><body><h1>Curvature report</h1><p>{name}</p>",
+            "<p>" + "; ".join(f"{escape(k)}: {escape(str(v))}" for k, v in about.items()) + ".</p>",
             f"<p>{numbers['parameters']} parameters in {numbers['blocks']} blocks. Suggested damping: ",
-            f'<strong id="damping">{numbers["suggested_damping"]:.3g}</strong>, a tenth of the mean eigenvalue. Products: ',
-            ", ".join(f"{name} by {_PRODUCTS[way]}" for name, way in numbers["products"].items()) + ".</p>",
-            "<h2>Layers</h2><p>Distance: Frobenius norm of the difference from the Gauss-Newton block, relative to its own; "
-            "cosine: of the angle between the two matrices. Both are estimated from products.</p>",
-            _table("layers", layers),
-            "<h2>Largest eigenvalues</h2>",
+            f'<strong id="damping">{numbers["suggested_damping"]:.3g}</strong>, a tenth of the mean eigenvalue of the GGN ',
+            "(Grosse et al. 2023).</p>",
+            f"<h2>Layers</h2><p>{_LAYERS}</p>",
+            _table("layers", [_layer(row) for row in numbers["layers"]]),
+            "<h2>Largest eigenvalues in magnitude</h2><p>An eigenvalue lies within the error of each number.</p>",
             _table("eigenvalues", eigenvalues),
             "<h2>Traces</h2>",
             _table("traces", traces),
-            *(f"<h2>{escape(title)}</h2>{_figure(figure, title)}" for title, figure in figures.items()),
+            *(f"<h2>{escape(t)}</h2><p>{_CAPTIONS.get(t, '')}</p>{_figure(f, t)}" for t, f in figures.items()),
             f"<script>{_SCRIPT}</script></body></html>",
         ]
     )
+
+
+def _eigenvalue(name: str, found: dict[str, float]) -> dict[str, Any]:
+    return {name: found["value"], f"{name} error at most": found["error"]}
+
+
+def _layer(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the cells of a layer: numbers beside their errors, the treatment last and without names."""
+    cells: dict[str, Any] = {}
+    for key, value in row.items():
+        if key in ("names", "treatment") or key.endswith(" error"):
+            continue
+        error = row.get(f"{key} error")
+        cells[key] = Measured(value, error) if error else value
+    return {**cells, "treatment": _short(row["treatment"])}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number and its standard error."""
+
+    value: float
+    error: float
 
 
 def _short(treatment: str) -> str:
@@ -77,6 +115,8 @@ def _table(name: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, Measured):
+        return f'<td data-value="{value.value!r}">{value.value:.3g} ± {value.error:.1g}</td>'
     if isinstance(value, float):
         return f'<td data-value="{value!r}">{value:.4g}</td>'
     if isinstance(value, int):

@@ -75,6 +75,12 @@ def eager() -> Iterator[None]:
         yield
 
 
+def forget_compiled() -> None:
+    """Have models compiled anew at their next call: what was compiled before would run past hooks that are new."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 @contextmanager
 def random_state_kept(device: torch.device | None = None) -> Iterator[None]:
     """Put the global generators of Python, numpy and torch back, whatever data and models draw from them."""

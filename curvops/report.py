@@ -9,18 +9,19 @@ import argparse
 import json
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import isfunction
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from curvops import _digits, viz
 from curvops._page import render
-from curvops._random import signs
+from curvops._quality import add_quality
 from curvops.estimators import LanczosSpectrum, top_eigenpairs, xtrace
 from curvops.ggn import GGNLinearOperator
 from curvops.hessian import HessianLinearOperator
@@ -37,6 +38,29 @@ _EXPECTED = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``python -m curvops report``; return the exit status."""
+    args = _parser().parse_args(argv)
+    try:
+        found = _digits.problem() if args.target is None else load(args.target)()
+        model, loss, params, data, options = checked(found, args.target)
+        if args.allow_train_mode:
+            options["allow_train_mode"] = True
+        options |= {"top": args.top, "probes": args.probes, "ncv": args.ncv, "seed": args.seed}
+        numbers, figures = measure(model, loss, params, data, **options)
+        page = render(numbers, figures, args.title or args.target or "the digits of scikit-learn")
+    except Exception as error:
+        if args.traceback:
+            raise
+        kind = "" if isinstance(error, ReportError | ModuleNotFoundError) else f"{type(error).__name__}: "
+        hint = "" if isinstance(error, ReportError) else " (--traceback shows where)"
+        print(f"curvops: {kind}{error}{hint}", file=sys.stderr)
+        return 1
+    _write(args.out, page)
+    if args.json is not None:
+        _write(args.json, json.dumps(numbers, indent=1))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m curvops report", description="Write a page about the curvature of a model."
     )
@@ -48,30 +72,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="the page")
     parser.add_argument("--json", type=Path, help="the numbers, as JSON")
+    parser.add_argument("--title", help="what the page calls the model; default: the target")
     parser.add_argument("--top", type=natural, default=5, help="how many eigenvalues")
-    parser.add_argument("--probes", type=natural, default=20, help="random vectors for each estimate")
-    args = parser.parse_args(argv)
-    try:
-        found = _digits.problem() if args.target is None else load(args.target)()
-        *problem, options = checked(found, args.target)
-        numbers, figures = measure(*problem, top=args.top, probes=args.probes, **options)
-        page = render(numbers, figures)
-    except (ReportError, ModuleNotFoundError) as error:
-        print(f"curvops: {error}", file=sys.stderr)
-        return 1
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(page, encoding="utf-8")
-    print(f"wrote {args.out}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(numbers, indent=1), encoding="utf-8")
-        print(f"wrote {args.json}")
-    return 0
+    parser.add_argument("--probes", type=several, default=20, help="random vectors for each estimate, at least 2")
+    parser.add_argument("--ncv", type=several, default=40, help="Lanczos vectors for the spectral densities")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random vectors")
+    parser.add_argument("--allow-train-mode", action="store_true", help="accept dropout and batch statistics")
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    return parser
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"wrote {path}")
 
 
 def natural(text: str) -> int:
     """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a positive integer")
+    return int(text)
+
+
+def several(text: str) -> int:
+    """Parse an integer above one: of one number there is no standard error."""
+    if natural(text) < 2:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected an integer of at least 2")
     return int(text)
 
 
@@ -95,8 +122,9 @@ def load(target: str) -> Callable[[], Any]:
     finally:
         sys.path.remove(folder)
     if not callable(namespace.get(name)):
-        names = sorted(n for n, v in namespace.items() if callable(v) and not n.startswith("_"))
-        raise ReportError(f"{path} has no function {name!r}, only {names}; {_EXPECTED} from one")
+        names = sorted(n for n, v in namespace.items() if isfunction(v) and v.__module__ == namespace["__name__"])
+        what = f"its {name!r} is a {type(namespace[name]).__name__}" if name in namespace else f"has no {name!r}"
+        raise ReportError(f"{path}: {what}, expected a function; found the functions {names}. {_EXPECTED} from one")
     return namespace[name]
 
 
@@ -108,10 +136,13 @@ def checked(found: Any, target: str | None) -> Problem:
         raise ReportError(f"{target} returned a {type(found).__name__}{length}, {_EXPECTED}")
     if not isinstance(found[0], nn.Module) and not callable(found[0]):
         raise ReportError(f"{target} returned a {type(found[0]).__name__} as model, {_EXPECTED}")
+    if isinstance(found[0], nn.modules.loss._Loss) and isinstance(found[1], nn.Module):
+        raise ReportError(f"{target} returned the loss {type(found[0]).__name__} as model, {_EXPECTED}")
     options = found[4] if size == 5 else {}
     if not isinstance(options, Mapping):
         raise ReportError(f"{target} returned a {type(options).__name__} as options, {_EXPECTED}")
-    return found[0], found[1], found[2], found[3], dict(options)
+    params = list(found[2]) if isinstance(found[2], Iterator) else found[2]  # they are read more than once
+    return found[0], found[1], params, found[3], dict(options)
 
 
 def measure(
@@ -139,19 +170,19 @@ def measure(
     Returns:
         Plain numbers, ready for JSON, and the figures by title.
     """
+    factored = {"fisher_type": "type-2", "unsupported": "diagonal", **options}
     with tqdm(total=5, desc="report", unit="step") as bar:
         step = partial(_step, bar)
         step("KFAC")
-        factored = {"fisher_type": "type-2", "unsupported": "diagonal", **options}
         K = KFACLinearOperator(model, loss, params, data, **factored)
-        numbers: dict[str, Any] = {"parameters": K.shape[0], "blocks": len(K.parts), "layers": _layers(K)}
         step("EKFAC")
         E = EKFACLinearOperator(model, loss, params, data, **factored)
         H, G = (kind(model, loss, params, data, **options) for kind in (HessianLinearOperator, GGNLinearOperator))
         operators = {"Hessian": H, "GGN": G}
+        numbers: dict[str, Any] = {"parameters": K.shape[0], "blocks": len(K.parts), "layers": _layers(K, E)}
         with G.cached(), H.cached():
             step("quality of KFAC and EKFAC")
-            _quality(numbers["layers"], G, {"KFAC": K, "EKFAC": E}, probes, seed)
+            add_quality(numbers["layers"], G, {"KFAC": K, "EKFAC": E}, probes, seed)
             for row in numbers["layers"]:
                 treatment = K.treatments[row["names"][0]]
                 row["treatment"] = f"{treatment.kind}: {treatment.detail}"
@@ -170,8 +201,19 @@ def measure(
     numbers["products"] = {name: op.linearization for name, op in operators.items()}
     numbers["factor_spectra"] = _factor_spectra(K)
     # A tenth of the mean eigenvalue, as Grosse et al. (2023) damp for influence functions.
-    numbers["suggested_damping"] = 0.1 * float(K.trace()) / K.shape[0]
-    return numbers, _figures(K, densities)
+    numbers["suggested_damping"] = 0.1 * float(E.trace()) / E.shape[0]
+    numbers["about"] = {
+        "model": type(model).__name__ if isinstance(model, nn.Module) else getattr(model, "__name__", "a function"),
+        "loss": type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "a function"),
+        "data": int(K.num_data),
+        "dtype": str(K.torch_dtype).removeprefix("torch."),
+        "device": str(K.device),
+        "probes": probes,
+        "Lanczos vectors": ncv,
+        "seed": seed,
+        "torch": torch.__version__,
+    }
+    return numbers, _figures(K, E, densities)
 
 
 def _step(bar: tqdm, what: str) -> None:
@@ -180,67 +222,35 @@ def _step(bar: tqdm, what: str) -> None:
     bar.set_postfix_str(what)
 
 
-def _figures(K: KFACLinearOperator, densities: dict[str, Any]) -> dict[str, Any]:
+def _figures(K: KFACLinearOperator, E: EKFACLinearOperator, densities: dict[str, Any]) -> dict[str, Any]:
     figures = {
         "Spectral density": viz.plot_density(densities),
-        "Where the curvature is": viz.plot_layer_bars(K),
-        "Spectrum of each block": viz.plot_spectra(K),
+        "Trace of each block of the GGN": viz.plot_layer_bars(E),
+        "Spectrum of each block of KFAC": viz.plot_spectra(K),
     }
     if any(factors_of(part).input is not None for part in K.parts):
         figures["Kronecker factors"] = viz.plot_factors(K)
     return figures
 
 
-def _layers(K: KFACLinearOperator) -> list[dict[str, Any]]:
+def _layers(K: KFACLinearOperator, E: EKFACLinearOperator) -> list[dict[str, Any]]:
+    exact = {part.label: float(part.operator.trace()) for part in E.parts}
     rows = []
     for part in K.parts:
-        values = part.operator.eigenvalues()
+        shape = part.placement.shape
         rows.append(
             {
                 "block": part.label,
                 "names": list(dict.fromkeys(part.placement.names)),
-                "shape": [n for n in part.placement.shape[:1] if n > 1] + list(part.placement.shape[1:]),
+                "shape": [n for n in shape[:1] if n > 1] + list(shape[1:]),
                 "parameters": part.operator.shape[0],
+                # In its eigenbasis EKFAC has the diagonal of the GGN, and a basis changes no trace.
+                "GGN trace": exact[part.label],
                 "KFAC trace": float(part.operator.trace()),
-                "top eigenvalue": float(values.max()),
+                "KFAC top eigenvalue": float(part.operator.eigenvalues().max()),
             }
         )
     return rows
-
-
-def _quality(rows: list[dict[str, Any]], G: Any, approximations: dict[str, Any], probes: int, seed: int) -> None:
-    """Add to every block how near the approximations are to the GGN's block: distance and cosine by Hutchinson's sums."""
-    merged = _disjoint([row["names"] for row in rows])
-    names, shapes = list(G.domain_names), dict(zip(G.domain_names, G.domain, strict=True))
-    index = torch.arange(probes, device=G.device).unsqueeze(1)
-    z = signs(seed, index, torch.arange(G.shape[1], device=G.device)).to(G.torch_dtype).T.contiguous()
-    Z = dict(zip(names, _split(z, shapes), strict=True))
-    exact = G.block_diagonal(merged) @ Z
-    for row in rows:
-        row["GGN trace"] = sum(float((Z[n] * exact[n]).sum(dtype=torch.float64)) for n in row["names"]) / probes
-    for title, op in approximations.items():
-        near = op @ Z
-        for row in rows:
-            g, k = (torch.cat([y[n].reshape(-1, probes) for n in row["names"]]).double() for y in (exact, near))
-            size = float((g**2).sum()) ** 0.5
-            row[f"{title} distance"] = float(((g - k) ** 2).sum()) ** 0.5 / size if size else 0.0
-            other = float((k**2).sum()) ** 0.5
-            row[f"{title} cosine"] = float((g * k).sum()) / (size * other) if size and other else 1.0
-
-
-def _disjoint(blocks: list[list[str]]) -> list[list[str]]:
-    """Merge blocks that hold pieces of one parameter."""
-    merged: list[list[str]] = []
-    for block in blocks:
-        touching = [m for m in merged if set(m) & set(block)]
-        names = dict.fromkeys(n for m in (*touching, block) for n in m)
-        merged = [m for m in merged if m not in touching] + [list(names)]
-    return merged
-
-
-def _split(z: Tensor, shapes: dict[str, tuple[int, ...]]) -> list[Tensor]:
-    sizes = [torch.Size(s).numel() for s in shapes.values()]
-    return [p.reshape(*s, -1) for p, s in zip(z.split(sizes), shapes.values(), strict=True)]
 
 
 def _eigenvalues(op: Any, top: int, seed: int) -> list[dict[str, float]]:

@@ -98,7 +98,7 @@ def plot_spectra(K: DirectSum, path: str | Path | None = None) -> Figure:
         else:
             axes.plot(at, values.numpy(), color="0.8", linewidth=0.8, zorder=1, label=others)
             others = "_" + others.lstrip("_")  # once in the legend
-    axes.set(xscale="log", yscale="log", xlabel="index", ylabel="eigenvalue", title="Spectrum of each block")
+    axes.set(xscale="log", yscale="log", xlabel="index", ylabel="eigenvalue")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(title="block (size)", frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return _save(figure, path)
@@ -114,19 +114,27 @@ def plot_layer_bars(K: DirectSum, path: str | Path | None = None) -> Figure:
     axes.bar_label(bars, [f"{100 * t / total:.1f} %" for t in traces.values()], padding=4)
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set(xlabel="trace", title="Where the curvature is")
+    axes.set(xlabel="trace")
     axes.spines[["top", "right"]].set_visible(False)
     return _save(figure, path)
 
 
-def plot_density(densities: Mapping[str, Any], path: str | Path | None = None) -> Figure:
-    """Draw spectral densities, ``{name: lanczos_approximate_spectrum(...)}``, with two standard errors to each side."""
+def plot_density(densities: Mapping[str, Any] | Any, path: str | Path | None = None) -> Figure:
+    """Draw a spectral density, or several by name, with two standard errors to each side.
+
+    Args:
+        densities: What ``lanczos_approximate_spectrum`` returns, or a dictionary of these.
+        path: Where to save the figure.
+    """
+    if not isinstance(densities, Mapping):
+        densities = {"": densities}
     figure = _figure(7.2, 2.6 * len(densities) + 0.6)
     rows = figure.subplots(len(densities), 1, squeeze=False)[:, 0]
     for axes, (name, found), colour in zip(rows, densities.items(), cycle(COLOURS), strict=False):
         grid, density, error = (t.detach().double().cpu() for t in (found.grid, found.density, found.stderr))
         floor = 1e-6 * float(density.max())
-        axes.plot(grid.numpy(), density.clamp(min=floor).numpy(), color=colour)
+        seen = torch.where(density > floor, density, torch.nan)  # a line at the floor would look like data
+        axes.plot(grid.numpy(), seen.numpy(), color=colour)
         if torch.isfinite(error).all():
             low, high = ((density + s * error).clamp(min=floor).numpy() for s in (-2, 2))
             axes.fill_between(grid.numpy(), low, high, color=colour, alpha=0.25, linewidth=0)

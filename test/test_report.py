@@ -16,7 +16,7 @@ from torch import nn
 
 pytest.importorskip("matplotlib")
 
-from curvops import GGNLinearOperator, HessianLinearOperator, KFACLinearOperator
+from curvops import GGNLinearOperator, HessianLinearOperator, KFACLinearOperator, _quality
 from curvops.kfac.ekfac import EKFACLinearOperator
 from curvops.report import load, main, measure
 
@@ -32,6 +32,14 @@ def problem():
 
 def short():
     return nn.Linear(2, 2), 3
+
+def swapped():
+    model, loss, params, data = problem()
+    return loss, model, params, data
+
+def wrong():
+    model, loss, params, data = problem()
+    return model, loss, model.parameters(), [(X, y.double()) for X, y in data]
 
 answer = 42
 """
@@ -73,9 +81,9 @@ def written(tmp_path_factory) -> tuple[Path, dict]:
     return out, json.loads(numbers.read_text())
 
 
-def test_R9_numbers_are_those_of_the_operators():
+def test_R9_numbers_are_those_of_the_operators(monkeypatch):
     args = problem()
-    numbers, figures = measure(*args, top=3, probes=4000)
+    numbers, figures = measure(*args, top=3, probes=20)
     K, E = (
         kind(*args, fisher_type="type-2", unsupported="diagonal") for kind in (KFACLinearOperator, EKFACLinearOperator)
     )
@@ -92,21 +100,29 @@ def test_R9_numbers_are_those_of_the_operators():
         assert float(torch.trapezoid(height, grid)) == pytest.approx(1, rel=0.05)
     blocks = G.block_diagonal()
     at = [slice(0, 25), slice(25, None)]
-    for row, part, block in zip(numbers["layers"], K.parts, at, strict=True):
+    monkeypatch.setattr(_quality, "EXACT", 0)
+    few = measure(*args, top=1, probes=40)[0]["layers"]
+    for i, (row, part, block) in enumerate(zip(numbers["layers"], K.parts, at, strict=True)):
         exact = blocks.to_dense()[block, block]
         assert row["KFAC trace"] == pytest.approx(float(part.operator.trace()), rel=1e-12)
-        assert row["top eigenvalue"] == pytest.approx(float(part.operator.eigenvalues().max()), rel=1e-12)
+        assert row["KFAC top eigenvalue"] == pytest.approx(float(part.operator.eigenvalues().max()), rel=1e-12)
         for title, op in (("KFAC", K), ("EKFAC", E)):
             near = op.to_dense()[block, block]
-            assert row[f"{title} distance"] == pytest.approx(float((near - exact).norm() / exact.norm()), rel=0.2)
+            distance = float((near - exact).norm() / exact.norm())
             cosine = float((near * exact).sum() / near.norm() / exact.norm())
-            assert row[f"{title} cosine"] == pytest.approx(cosine, abs=0.03)
-        assert row["GGN trace"] == pytest.approx(float(exact.trace()), rel=0.1)
-    assert numbers["suggested_damping"] == pytest.approx(0.1 * float(K.trace()) / K.shape[0])
+            assert row[f"{title} distance"] == pytest.approx(distance, abs=1e-9)
+            assert row[f"{title} cosine"] == pytest.approx(cosine, abs=1e-9)
+            assert row[f"{title} distance error"] == row[f"{title} cosine error"] == 0
+            for what, value in (("distance", distance), ("cosine", cosine)):
+                name = f"{title} {what}"
+                assert abs(few[i][name] - value) <= 4 * few[i][f"{name} error"] + 1e-9
+                assert few[i][f"{name} error"] < 0.3
+        assert row["GGN trace"] == pytest.approx(float(exact.trace()), rel=1e-9)
+    assert numbers["suggested_damping"] == pytest.approx(0.1 * float(G.trace()) / K.shape[0])
     spectrum = numbers["factor_spectra"]["0.weight"]["output"]
     want = torch.linalg.eigvalsh(K.factors["0.weight"].output).flatten().flip(0)
     torch.testing.assert_close(torch.tensor(spectrum, dtype=torch.float64), want, rtol=1e-9, atol=1e-14)
-    assert set(figures) >= {"Spectral density", "Where the curvature is", "Kronecker factors"}
+    assert set(figures) >= {"Spectral density", "Trace of each block of the GGN", "Kronecker factors"}
 
 
 class Page(HTMLParser):
@@ -148,8 +164,8 @@ PROBE = """<script>
 window.onerror = m => { document.title = "error: " + m; };
 window.onload = () => {
   const images = [...document.images].every(i => i.complete && i.naturalWidth > 100);
-  const column = () => [...document.querySelectorAll("#layers tbody tr")].map(r => Number(r.cells[3].dataset.value));
-  const button = document.querySelectorAll("#layers th button")[3];
+  const column = () => [...document.querySelectorAll("#layers tbody tr")].map(r => Number(r.cells[4].dataset.value));
+  const button = document.querySelectorAll("#layers th button")[4];
   button.click(); const up = column(); button.click(); const down = column();
   document.title = JSON.stringify({images, up, down});
 };</script></head>"""
@@ -209,10 +225,18 @@ def test_bad_input_says_what_was_expected(tmp_path, capsys):
         "mine": "expected path/to/file.py:function",
         f"{tmp_path / 'no.py'}:problem": "found no file",
         f"{broken}:problem": "cannot be imported: ModuleNotFoundError",
-        f"{file}:nothing": "has no function 'nothing', only .*problem",
-        f"{file}:answer": "has no function 'answer'",
+        f"{file}:nothing": "has no 'nothing', expected a function; found the functions .'problem', 'short', 'swapped'",
+        f"{file}:answer": "its 'answer' is a int, expected a function",
+        f"{file}:swapped": "returned the loss CrossEntropyLoss as model, expected a tuple",
+        f"{file}:wrong": "Error: .*CrossEntropyLoss needs class indices.*--traceback shows where",
         f"{file}:short": r"returned a tuple of length 2, expected a tuple \(model, loss, params, data\)",
     }.items():
         assert main([target, "--out", str(tmp_path / "r.html")]) == 1
         assert re.search(words, capsys.readouterr().err), words
     assert not (tmp_path / "r.html").exists()
+    with pytest.raises((TypeError, ValueError), match="needs class indices"):
+        main([f"{file}:wrong", "--traceback", "--out", str(tmp_path / "r.html")])
+    for option in ("--probes", "--ncv"):
+        with pytest.raises(SystemExit):
+            main([f"{file}:problem", option, "1"])
+        assert "found '1', expected an integer of at least 2" in capsys.readouterr().err

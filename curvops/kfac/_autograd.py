@@ -20,6 +20,11 @@ def node_number(node: Any) -> int:
     return node._sequence_nr()
 
 
+def backward_pass() -> int:
+    """Return a number that identifies the backward pass that is running; -1 if none is."""
+    return torch._C._current_graph_task_id()
+
+
 def is_functorch(t: Tensor) -> bool:
     """Whether a tensor is a wrapper of a functorch transform (``vmap``, ``grad``, ``jvp``, ...)."""
     return torch._C._functorch.is_functorch_wrapped_tensor(t)

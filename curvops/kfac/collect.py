@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from curvops.kfac.schedule import vector_indices
 from curvops.kfac.sharing import Sharing
 from curvops.kfac.sites import conflicts, find_sites
 from curvops.kfac.statistics import DenseBlocks, Statistic
-from curvops.kfac.uses import Unsupported, Use, unsupported_message
+from curvops.kfac.uses import Unsupported, Use, unsupported_message, without
 from curvops.kfac.vectors import Batch, Fisher, Vectors
 from curvops.losses import OutputView
 from curvops.risk import EmpiricalRisk
@@ -114,18 +114,7 @@ class Collector(Generic[S]):
             if self._policy == "raise":
                 raise NotImplementedError(unsupported_message(found))
             self.counts.unsupported.setdefault(found.name, found)
-        dropped = self.counts.unsupported
-        if not dropped:
-            return recorder.uses
-        kept = [
-            replace(
-                use,
-                weight=None if use.weight is None or use.weight.name in dropped else use.weight,
-                bias=None if use.bias is None or use.bias.name in dropped else use.bias,
-            )
-            for use in recorder.uses
-        ]
-        return [use for use in kept if use.names]
+        return without(recorder.uses, self.counts.unsupported)
 
     def _dense_blocks(self, batch: Batch, leaves: dict[str, Tensor]) -> None:
         names = [n for n in self.counts.unsupported if self._policy != "zero"]

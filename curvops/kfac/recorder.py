@@ -8,7 +8,7 @@ autograd graph and insists that every path into a parameter leads through a reco
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +31,14 @@ _VIEWS = frozenset(
 #: Functions whose result holds the entries of their first argument in the same arrangement.
 _CASTS = frozenset("to type float double half bfloat16 type_as clone cpu cuda alias".split())
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+
+
+class Escaped(NotImplementedError):
+    """A parameter is used in a way that was not seen; ``name`` is its name."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +82,7 @@ class Recorder(TorchFunctionMode):
         tracked: The parameters to watch, by name, as the very objects the model will use.
         replaced: The tensors that they stand for, which the model must not use instead.
         allow_train_mode: Accept dropout and batch statistics.
+        on_use: Told of every use as soon as it is seen.
 
     Attributes:
         uses: What was seen, in order of the forward pass.
@@ -86,8 +95,10 @@ class Recorder(TorchFunctionMode):
         replaced: Mapping[str, Tensor] | None = None,
         *,
         allow_train_mode: bool = False,
+        on_use: Callable[[Use], None] | None = None,
     ) -> None:
         super().__init__()
+        self._on_use = on_use
         self.uses: list[Use] = []
         self.unsupported: list[Unsupported] = []
         self._allow_train_mode = allow_train_mode
@@ -180,6 +191,8 @@ class Recorder(TorchFunctionMode):
         if consumed:
             edge = stable_edge(call.out)
             self.uses.append(Use(call.name, op.form, op.x, edge, call.out.shape, weight, bias))
+            if self._on_use is not None:
+                self._on_use(self.uses[-1])
 
     def _refuse(self, call: _Call, reason: str, operands: Iterable[Operand] | None = None) -> None:
         names = dict.fromkeys(o.name for o in (call.found if operands is None else operands))
@@ -202,10 +215,14 @@ class Recorder(TorchFunctionMode):
             )
 
     # ---- after the forward pass ----------------------------------------------------
-    def check(self, output: Tensor) -> frozenset[str]:
+    def check(self, output: Tensor, besides: Container[str] = ()) -> frozenset[str]:
         """Prove on the autograd graph that every path from ``output`` into a parameter leads through a noted operation.
 
         Uses and unsupported operations that ``output`` does not depend on are dropped.
+
+        Args:
+            output: Attached to the graph.
+            besides: Parameters that need no proof.
 
         Returns:
             The names of the parameters that ``output`` depends on.
@@ -225,17 +242,18 @@ class Recorder(TorchFunctionMode):
                 raise NotImplementedError(_REENTRANT.format(node=source.name()))
             variable = id(getattr(target, "variable", None))
             if variable in replaced:
-                raise NotImplementedError(_STALE.format(name=replaced[variable], node=source.name()))
+                raise Escaped(replaced[variable], _STALE.format(name=replaced[variable], node=source.name()))
             name = owners.get(variable) or derived.get(target)
-            if name is None:
+            if name is None or name in besides:
                 continue
             self._check_noted(name, source, parents)
             numbers.setdefault(name, []).append(node_number(source))
-        if (name := owners.get(id(output)) or derived.get(output.grad_fn)) is not None:
-            raise NotImplementedError(_ESCAPED.format(name=name, node=_title(None)))
+        name = owners.get(id(output)) or derived.get(output.grad_fn)
+        if name is not None and name not in besides:
+            raise Escaped(name, _ESCAPED.format(name=name, node=_title(None)))
         for name, function in self._without_gradient.items():
-            if name not in numbers:
-                raise NotImplementedError(_NO_GRADIENT.format(name=name, function=function))
+            if name not in numbers and name not in besides:
+                raise Escaped(name, _NO_GRADIENT.format(name=name, function=function))
         nodes = {output.grad_fn, *(source for source, _ in edges)}
         self.uses = [u for u in self.uses if u.edge.node in nodes]
         self.unsupported = [
@@ -253,7 +271,7 @@ class Recorder(TorchFunctionMode):
             node = stack.pop()
             number = -1 if node is None else node_number(node)
             if not any(start <= number < stop for start, stop in self._intervals[name]):
-                raise NotImplementedError(_ESCAPED.format(name=name, node=_title(node)))
+                raise Escaped(name, _ESCAPED.format(name=name, node=_title(node)))
             if node not in self._results and not any(start <= number < stop for start, stop in opaque):
                 # Derivatives reach into an operation: what it saved may depend on the parameter.
                 new = [p for p in parents.get(node, ()) if p not in seen]

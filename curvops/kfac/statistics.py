@@ -120,7 +120,7 @@ class Factors:
         """Add the output factor of one use (expand), or keep its sum over positions until the pass is over (reduce)."""
         if self.approx == "reduce":
             layout = None if seen.single else seen.layouts[use]
-            self._by_datum[use] = _by_datum(use.form.output_sum(gradient), layout, seen.num_data)
+            self._by_datum[use] = by_datum(use.form.output_sum(gradient), layout, seen.num_data)
             return
         for site in seen.owners[use]:
             sums = self._of(site)
@@ -186,6 +186,15 @@ def _expand_inputs(site: Site, sums: Sums) -> None:
 
 
 def _reduce_inputs(site: Site, sums: Sums, seen: Observation) -> None:
+    sums.rows += seen.num_data
+    mean = input_means(site, seen)
+    if mean is not None:
+        # A row that all data share counts for each of them.
+        sums.A = _plus(sums.A, mean.mT @ mean * (seen.num_data / mean.shape[1]))
+
+
+def input_means(site: Site, seen: Observation) -> Tensor | None:
+    """Return the inputs of a block, averaged over the positions of every datum: ``[G, N, d_in]``; one row if data share it."""
     G = site.weight_shape[0]
     total, positions = None, 0
     for use, column in site.members:
@@ -195,20 +204,16 @@ def _reduce_inputs(site: Site, sums: Sums, seen: Observation) -> None:
         positions += count
         if site.weight is None:
             continue
-        x = _by_datum(use.form.input_sum(use.input()), layout, seen.num_data)
+        x = by_datum(use.form.input_sum(use.input()), layout, seen.num_data)
         ones = x.new_zeros(len(site.biases))
         if column is not None:
             ones[column] = count
         x = torch.cat([x, ones.expand(G, x.shape[1], -1)], 2)
         total = x if total is None else total + x
-    sums.rows += seen.num_data
-    if total is not None:
-        mean = total / positions
-        # A row that all data share counts for each of them.
-        sums.A = _plus(sums.A, mean.mT @ mean * (seen.num_data / mean.shape[1]))
+    return None if total is None else total / positions
 
 
-def _by_datum(sums: Tensor, layout: Layout | None, num_data: int) -> Tensor:
+def by_datum(sums: Tensor, layout: Layout | None, num_data: int) -> Tensor:
     """Sum rows ``[G, M, d]`` by datum ``[G, N, d]``, or over everything ``[G, 1, d]`` where the data share them."""
     return sums.sum(1, keepdim=True) if layout is None else layout.group(sums, num_data)
 

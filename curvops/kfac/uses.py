@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,16 @@ class Use:
     def forget_input(self) -> None:
         """Let the input go; its shape stays."""
         self.x = torch.empty_like(self.x, device="meta")
+
+
+def without(uses: Sequence[Use], names: Container[str]) -> list[Use]:
+    """Take parameters out of uses, in place; return those that still have some."""
+    for use in uses:
+        if use.weight is not None and use.weight.name in names:
+            use.weight = None
+        if use.bias is not None and use.bias.name in names:
+            use.bias = None
+    return [use for use in uses if use.names]
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,14 @@ class Form(ABC):
         """Return ``sum_s x`` as ``[G, M, d_in]``."""
         return wide(self.inputs(x)).sum(2)
 
+    def input_squares(self, x: Tensor) -> Tensor:
+        """Return ``sum_{m, s} x^2`` as ``[G, d_in]``: the diagonal of the gram."""
+        return wide(self.inputs(x)).square().sum((1, 2))
+
+    def output_squares(self, g: Tensor) -> Tensor:
+        """Return ``sum_{m, s} g^2`` as ``[G, d_out]``."""
+        return wide(self.cotangents(g)).square().sum((1, 2))
+
     def add_input_gram_(self, A: Tensor, x: Tensor) -> bool:
         """Add ``sum_{m, s} x x'`` to ``A [G, d_in, d_in]``; say whether ``mirror_`` must complete it."""
         A += self.input_gram(x)
