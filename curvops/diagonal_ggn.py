@@ -12,7 +12,7 @@ from curvops._params import Model, Params
 from curvops._scalars import accumulation_dtype
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.estimated import EstimatedOperator, geometry
-from curvops.kfac.options import refuse_forward_only
+from curvops.kfac.options import Policy, choice, refuse_forward_only
 from curvops.kfac.reading import reduced
 from curvops.kfac.reducers import Squares, UnitBlocks
 from curvops.kfac.statistics import Sums
@@ -21,6 +21,8 @@ from curvops.structured.placement import Placement
 
 class _ExactParts(EstimatedOperator):
     """A part of the exact matrix; additive over data, so that it merges."""
+
+    _policies: tuple[str, ...] = tuple(p.value for p in Policy)  #: for parameters that no rule covers
 
     def __init__(
         self,
@@ -46,6 +48,11 @@ class _ExactParts(EstimatedOperator):
             raise ValueError(f"mc_samples: found {mc_samples!r}, expected an integer >= 0 (0 is exact).")
         fisher_type = fisher_type or ("mc" if mc_samples else "type-2")
         refuse_forward_only(fisher_type)
+        if choice("unsupported", unsupported, Policy) not in self._policies:
+            raise ValueError(
+                f"unsupported: found {unsupported!r}, which is more than a {self.kind} holds; expected one of "
+                f"{', '.join(map(repr, self._policies))}."
+            )
         super().__init__(
             model,
             loss,
@@ -115,6 +122,7 @@ class GGNDiagonalLinearOperator(_ExactParts):
 
     kind = "GGNDiagonal"
     _reducer = staticmethod(Squares)
+    _policies = ("diagonal", "raise", "zero")
 
     @staticmethod
     def _shape(placement: Placement) -> tuple[int, ...]:

@@ -143,6 +143,31 @@ def test_R1_no_tensor_is_as_large_as_all_gradients(net: str, monkeypatch) -> Non
     assert op.trace() > 0
 
 
+class Large(TorchDispatchMode):
+    """Counts the storages of at least so many numbers that operations make."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.found = numel, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for t in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(t, Tensor) and t.untyped_storage().nbytes() >= self.numel * t.element_size():
+                self.found[t.untyped_storage().data_ptr()] = t
+        return result
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_R1_unit_wise_blocks_are_held_once(tokens: bool, monkeypatch) -> None:
+    monkeypatch.setattr(joined, "CHUNK", 4096)
+    X = torch.randn(9, *[2] * tokens, 60)
+    with Large(20 * 61 * 61) as seen:
+        op = GGNUnitWiseLinearOperator(nn.Linear(60, 20), nn.MSELoss(), None, [(X, torch.randn(*X.shape[:-1], 20))])
+    assert len(seen.found) == 1
+    assert op.factors["weight"].operator.M.numel() == 20 * 61 * 61
+
+
 @every_kind
 @pytest.mark.parametrize("net", ["mlp", "grouped cnn"])
 def test_R2_the_contract_and_the_closed_forms(net: str, kind: str) -> None:
@@ -200,6 +225,8 @@ def test_bad_arguments() -> None:
         ({"mc_samples": True}, "mc_samples"),
         ({"fisher_type": "forward-only"}, "forward-only"),
         ({"fisher_type": "type-1"}, "fisher_type"),
+        ({"unsupported": "exact"}, "unsupported"),  # would not be diagonal
+        ({"unsupported": "no"}, "unsupported"),
     ):
         with pytest.raises(ValueError, match=error):
             GGNDiagonalLinearOperator(model, loss, params, data, **options)

@@ -59,6 +59,8 @@ def _operator(estimate: Estimate, label: str, sums: Sums, *turned: Sums) -> Line
     if structure == "kronecker":
         return Kronecker(*factor_pair(estimate, label, sums, *turned), shape=shape, label=label, dtype=estimate.dtype)
     found = sums.values if structure == "eigen" else sums.B
+    if structure == "unit-wise":  # entries of a Gram matrix are bounded by its diagonal
+        found = found.diagonal(dim1=-2, dim2=-1)
     if not torch.isfinite(found).all():
         raise ValueError(
             f"Block {label!r}: its squared gradients have NaN or infinite entries; rescale the data, or use float64."
@@ -142,7 +144,7 @@ class _Entries:
 
     def free(self) -> Tensor:
         """Return which entries are in no block."""
-        free = torch.ones(self.numel, dtype=torch.bool)
+        free = torch.ones(self.numel, dtype=torch.bool, device="cpu")
         for part in self._parts:
             free[part] = False
         return free

@@ -14,7 +14,7 @@ from curvops.kfac.blocks import factor_pair, labelled
 from curvops.kfac.estimate import Estimate, block_key
 from curvops.kfac.estimated import EstimatedOperator
 from curvops.kfac.operator import kronecker_factors
-from curvops.kfac.reading import BUDGET, Reading
+from curvops.kfac.reading import BUDGET, Reading, checked_budget
 from curvops.kfac.reducers import Basis, Squares
 from curvops.kfac.statistics import Sums
 from curvops.structured._base import sandwich
@@ -57,7 +57,7 @@ class EKFACLinearOperator(EstimatedOperator):
         memory_budget: float = BUDGET,
         **options: Any,
     ) -> None:
-        self._budget = memory_budget
+        self._budget = checked_budget(memory_budget)
         super().__init__(model, loss, params, data, **options)
 
     def merge(self, other: Any) -> Any:

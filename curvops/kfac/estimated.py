@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -84,7 +86,8 @@ class EstimatedOperator(DirectSum):
             "unsupported": unsupported,
             "reduction": self._risk.loss.reduction,
         }
-        self._adopt(self._observe(options, None, 0))
+        with _ordinary_tensors():
+            self._adopt(self._observe(options, None, 0))
 
     @abstractmethod
     def _observe(self, options: dict[str, Any], data: Iterable[tuple[Any, Any]] | None, offset: int) -> Estimate:
@@ -136,14 +139,15 @@ class EstimatedOperator(DirectSum):
         Returns:
             The operator itself.
         """
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay: found {decay}, expected a number from 0 to 1.")
+        if not (isinstance(decay, Real) and 0 <= decay <= 1):
+            raise ValueError(f"decay: found {decay!r}, expected a number from 0 to 1.")
         if self._risk is None:
             raise ValueError(
                 "This operator was loaded without its model, so it cannot read data; build one from them (and merge it, if its "
                 "kind merges)."
             )
-        self._adopt(self._averaged(self._risk.checked_data(data), float(decay)))
+        with _ordinary_tensors():
+            self._adopt(self._averaged(self._risk.checked_data(data), float(decay)))
         return self
 
     def merge(self: Self, other: Self) -> Self:
@@ -154,7 +158,8 @@ class EstimatedOperator(DirectSum):
         """
         if not isinstance(other, type(self)):
             raise TypeError(f"other: found {type(other).__name__}, expected a {type(self).__name__}.")
-        self._adopt(self._estimate.merged(other._estimate))
+        with _ordinary_tensors():
+            self._adopt(self._estimate.merged(other._estimate))
         return self
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -181,6 +186,13 @@ class EstimatedOperator(DirectSum):
     def __reduce__(self) -> Any:
         # Models and losses need not pickle; the estimate is what the operator is.
         return type(self)._of, (self._estimate,)
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Make tensors that outlive the user's inference mode: products with them may have to be differentiated."""
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        yield
 
 
 def geometry(risk: EmpiricalRisk) -> tuple[dict[str, tuple[int, ...]], Tensor]:

@@ -28,6 +28,7 @@ class Source:
         layout: How rows are made of units; ``None`` where all belong to one.
         column: The column of its bias, if it has one.
         turned: The operation uses the transpose: inputs and gradients of outputs change places.
+        lent: The input was not made from parameters: its memory may be the user's, who may fill it anew for the next batch.
     """
 
     form: Form
@@ -36,6 +37,7 @@ class Source:
     layout: Layout | None
     column: int | None
     turned: bool
+    lent: bool = False
 
     def inputs(self, start: int, stop: int, units: int) -> Tensor:
         """Return the inputs of some units, all their positions side by side: ``[G, n, S, d_in]``."""
@@ -131,7 +133,7 @@ def _right(x: Tensor, Q: Tensor) -> Tensor:
     """Return ``x Q`` for ``x [G, n, S, d]`` and ``Q [G, d, i]``, as it lies in memory."""
     G, n, S, d = x.shape
     if x.stride(-1) == 1 or d == 1:
-        return (x.reshape(G, n * S, d) @ Q).reshape(G, n, S, -1)
+        return (x.reshape(G, n * S, d) @ Q).reshape(G, n, S, Q.shape[-1])
     return (Q.mT.unsqueeze(1) @ x.mT).mT
 
 

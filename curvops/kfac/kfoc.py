@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from curvops._scalars import accumulation_dtype
 from curvops.kfac.blocks import factor_pair, labelled
 from curvops.kfac.estimate import Estimate, block_key
 from curvops.kfac.estimated import EstimatedOperator, geometry
-from curvops.kfac.options import FisherType, KFACType, refuse_forward_only
+from curvops.kfac.options import FisherType, KFACType, choice, refuse_forward_only
 from curvops.kfac.rank_one import Bidiagonalization
-from curvops.kfac.reading import BUDGET, Reading, reduced
+from curvops.kfac.reading import BUDGET, Reading, checked_budget, reduced
 from curvops.kfac.reducers import Contractions
 from curvops.kfac.statistics import Sums
 from curvops.kfac.tied import nearest_kronecker
+from curvops.losses import scale_of
 
 Pair = tuple[Tensor, Tensor | None]
 
@@ -67,13 +69,19 @@ class KFOCLinearOperator(EstimatedOperator):
         memory_budget: float = BUDGET,
         **options: Any,
     ) -> None:
-        if tolerance is not None and not 0 < tolerance < 1:
+        if tolerance is not None and not (isinstance(tolerance, Real) and 0 < tolerance < 1):
             raise ValueError(f"tolerance: found {tolerance!r}, expected a number between 0 and 1.")
-        if max_iterations < 1:
+        if isinstance(max_iterations, bool) or not hasattr(max_iterations, "__index__") or max_iterations < 1:
             raise ValueError(f"max_iterations: found {max_iterations!r}, expected a positive integer.")
         refuse_forward_only(options.get("fisher_type", FisherType.MC))
-        self._tolerance, self._limit, self._budget = tolerance, max_iterations, memory_budget
+        self._tolerance, self._limit, self._budget = tolerance, max_iterations, checked_budget(memory_budget)
         super().__init__(model, loss, params, data, **options)
+
+    @classmethod
+    def _of(cls, estimate: Estimate) -> KFOCLinearOperator:
+        self = super()._of(estimate)
+        self.residuals = {}
+        return self
 
     def merge(self, other: Any) -> Any:
         """Refuse: the nearest Kronecker product of all data is known from all data only."""
@@ -122,23 +130,25 @@ class KFOCLinearOperator(EstimatedOperator):
             exact = reading.reduce(lambda: Contractions(inner=dict.fromkeys(alone))).outputs
             result |= {key: (exact.get(key, torch.zeros_like(B)), None) for key, B in alone.items()}
         runs = {key: (Bidiagonalization(A), B) for key, (_, (B, A)) in starts.items() if A is not None}
-        self._iterate(reading, runs)
+        self._iterate(reading, runs, {key: label for key, (label, _) in starts.items()})
         self.residuals = {starts[key][0]: run.residual for key, (run, _) in runs.items()}
         for key, (run, _) in runs.items():
             result[key] = _symmetric(run.value[:, None, None] * run.left), _symmetric(run.right)
         return result
 
-    def _iterate(self, reading: Reading, runs: dict[Hashable, tuple[Bidiagonalization, Tensor]]) -> None:
+    def _iterate(
+        self, reading: Reading, runs: dict[Hashable, tuple[Bidiagonalization, Tensor]], labels: dict[Hashable, str]
+    ) -> None:
         going = dict(runs)
         for _ in tqdm(range(self._limit), disable=not self._risk.progressbar, desc="KFOC", unit="iteration"):
             inner = {key: run.inner for key, (run, _) in going.items()}
             found = reading.reduce(partial(Contractions, inner)).outputs
             for key, (run, B) in going.items():
-                run.take_left(found.get(key, torch.zeros_like(B)))
+                run.take_left(_finite(found.get(key, torch.zeros_like(B)), labels[key]))
             outer = {key: run.outer for key, (run, _) in going.items()}
             found = reading.reduce(partial(Contractions, outer=outer)).inputs
             for key, (run, _) in going.items():
-                run.take_right(found.get(key, torch.zeros_like(run.right)))
+                run.take_right(_finite(found.get(key, torch.zeros_like(run.right)), labels[key]))
             going = {k: (run, B) for k, (run, B) in going.items() if run.residual > self._tolerance_of(B)}
             if not going:
                 return
@@ -184,7 +194,7 @@ class TNTLinearOperator(EstimatedOperator):
         **options: Any,
     ) -> None:
         refuse_forward_only(options.get("fisher_type", FisherType.MC))
-        if options.get("kfac_approx", KFACType.EXPAND) != KFACType.EXPAND:
+        if choice("kfac_approx", options.get("kfac_approx", KFACType.EXPAND), KFACType) != KFACType.EXPAND:
             raise ValueError(
                 f"kfac_approx: found {options['kfac_approx']!r}, but gradients of single output vectors hold all sharing "
                 "exactly; leave it out."
@@ -195,12 +205,23 @@ class TNTLinearOperator(EstimatedOperator):
         collector, reducer = reduced(self._risk, options, data, offset, lambda: Contractions(everything=True))
         _, like = geometry(self._risk)
         like = like.to(accumulation_dtype(like.dtype))
+        # Both factors on one scale, that of the risk: so they keep the trace in common when estimates are averaged.
+        rows = 1.0 / scale_of(options["reduction"], collector.counts.normalizer)
         blocks = []
         for key, (placement, functions) in collector.statistic.blocks.items():
             G, o, i = placement.shape
             B, A = (sums.get(key, like.new_zeros(G, n, n)) for sums, n in ((reducer.outputs, o), (reducer.inputs, i)))
-            blocks.append(Sums(placement, functions, A, B, rows=collector.counts.num_data))
+            blocks.append(Sums(placement, functions, A, B, rows=rows))
         return Estimate.from_pass(collector, blocks, *geometry(self._risk), options)
+
+    def _averaged(self, data: Iterable[tuple[Any, Any]], decay: float) -> Estimate:
+        """Average the partial traces: a block that one side never saw fades on both sides of its product."""
+        mixed = super()._averaged(data, decay)
+        for b in mixed.blocks:
+            if b.A is not None and b.B is not None:
+                have, want = (F.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] for F in (b.A, b.B))
+                b.A = b.A * torch.where(have > 0, want / have, 1.0)
+        return mixed
 
 
 def _scaled(B: Tensor, A: Tensor, like: Tensor) -> Pair:
@@ -209,6 +230,14 @@ def _scaled(B: Tensor, A: Tensor, like: Tensor) -> Pair:
     good = (have > 0) & (want > 0)
     ratio = torch.where(good, want / torch.where(good, have, 1.0), 1.0)
     return B / ratio, torch.where(good, A * ratio, like)
+
+
+def _finite(M: Tensor, label: str) -> Tensor:
+    if not torch.isfinite(M).all():
+        raise ValueError(
+            f"Block {label!r}: sums of its squared gradients have NaN or infinite entries; rescale the data, or use float64."
+        )
+    return M
 
 
 def _symmetric(M: Tensor) -> Tensor:

@@ -51,12 +51,14 @@ class Bidiagonalization:
     def take_right(self, y: Tensor) -> None:
         """Take in ``y = R' outer``; find the best pair so far."""
         v, size = _orthogonal(y, self._V)
-        P, S, Qh = torch.linalg.svd(self._T)
+        scale = _nonzero(self._T.abs().amax((1, 2)))
+        P, S, Qh = torch.linalg.svd(self._T / scale[:, None, None])
         p, q = P[:, :, 0], Qh[:, 0]
-        self.value = S[:, 0]
+        self.value = S[:, 0] * scale
         self.left = sum(c[:, None, None] * u for c, u in zip(p.unbind(1), self._U, strict=True))
         self.right = sum(c[:, None, None] * w for c, w in zip(q.unbind(1), self._V, strict=True))
-        sign = torch.where(self.right.diagonal(dim1=1, dim2=2).sum(1) < 0, -1.0, 1.0)[:, None, None]
+        negative = self.right.diagonal(dim1=1, dim2=2).sum(1) < 0
+        sign = (1 - 2 * negative.to(self.right.dtype))[:, None, None]
         self.left, self.right = sign * self.left, sign * self.right
         defects = size * p[:, -1].abs()
         self.residual = float(torch.where(defects > 0, defects / self.value, 0.0).max())
@@ -71,7 +73,15 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _unit(a: Tensor) -> Tensor:
-    return a / _nonzero(torch.linalg.matrix_norm(a))[:, None, None]
+    return _direction(a)[0]
+
+
+def _direction(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return unit matrices and norms, of any scale: squares of very small or large entries leave the dtype."""
+    scale = _nonzero(a.abs().amax((1, 2)))
+    a = a / scale[:, None, None]
+    size = torch.linalg.matrix_norm(a)
+    return a / _nonzero(size)[:, None, None], size * scale
 
 
 def _nonzero(size: Tensor) -> Tensor:
@@ -83,8 +93,7 @@ def _orthogonal(y: Tensor, to: list[Tensor]) -> tuple[Tensor, Tensor]:
     for _ in range(2):
         for u in to:
             y = y - _dot(u, y)[:, None, None] * u
-    size = torch.linalg.matrix_norm(y)
-    y = _unit(y)
+    y, size = _direction(y)
     for u in to:  # what is left of rounding noise need not be orthogonal
         y = y - _dot(u, y)[:, None, None] * u
     return _unit(y), size

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from math import isclose
+from numbers import Real
 from typing import Any, TypeVar
 
 from curvops.kfac.collect import Collector
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.estimated import geometry
-from curvops.kfac.gradients import Gradients, Reducer, Together
+from curvops.kfac.gradients import Fingerprints, Gradients, Reducer, Together
 from curvops.kfac.reducers import Kept
 from curvops.kfac.statistics import Factors, Sums
 from curvops.kfac.tied import is_turned
@@ -21,6 +21,13 @@ Data = Iterable[tuple[Any, Any]] | None
 
 #: Bytes of inputs and gradients of outputs that are kept rather than computed again.
 BUDGET = 2**29
+
+
+def checked_budget(budget: float) -> float:
+    """Return a number of bytes, or raise."""
+    if not (isinstance(budget, Real) and budget >= 0):
+        raise ValueError(f"memory_budget: found {budget!r}, expected a number of bytes, 0 or more.")
+    return float(budget)
 
 
 class Reading:
@@ -41,11 +48,11 @@ class Reading:
         self._risk, self._options, self._data, self._offset = risk, options, data, offset
         approx = options["kfac_approx"]
         collector = self._collector(
-            lambda: Together(Factors(approx), Gradients(Kept(budget))),
+            lambda: Together(Factors(approx), Gradients(Kept(budget)), Fingerprints()),
             regular=approx == "reduce",
             policy=options["unsupported"],
         ).run(data)
-        factors, self._gradients = collector.statistic.statistics
+        factors, self._gradients, self._prints = collector.statistic.statistics
         self.sums: dict[Hashable, Sums] = factors.sums
         self.estimate = Estimate.from_pass(collector, list(self.sums.values()), *geometry(risk), options)
 
@@ -70,20 +77,21 @@ class Reading:
                 reducer.add(key, block)
             return reducer
         policy = "raise" if self._options["unsupported"] == "raise" else "zero"  # their blocks are known already
-        found = self._collector(lambda: Gradients(make()), regular=False, policy=policy).run(self._data).statistic
-        self._check_same(found.prints)
-        return found.reducer
+        collector = self._collector(lambda: Together(Gradients(make()), Fingerprints()), regular=False, policy=policy)
+        gradients, prints = collector.run(self._data).statistic.statistics
+        self._check_same(prints)
+        return gradients.reducer
 
-    def _check_same(self, prints: list[float]) -> None:
-        first = self._gradients.prints
-        if len(prints) != len(first):
-            raise ValueError(f"data: found {len(prints)} batches in a second reading, {len(first)} in the first.")
-        for i, (a, b) in enumerate(zip(first, prints, strict=True)):
-            if not isclose(a, b, rel_tol=1e-4, abs_tol=1e-12):
-                raise ValueError(
-                    f"Batch {i} differs between two readings of the data, but eigenvectors and eigenvalues must be those of "
-                    "the same data and draws; turn shuffling and augmentation off."
-                )
+    def _check_same(self, prints: Fingerprints) -> None:
+        first, second = len(self._prints.batches), len(prints.batches)
+        if first != second:
+            raise ValueError(f"data: found {second} batches in a second reading, {first} in the first.")
+        i = self._prints.first_difference(prints)
+        if i is not None:
+            raise ValueError(
+                f"Batch {i} differs between two readings of the data, but all readings must be of the same data, targets and "
+                "draws; turn shuffling and augmentation off, or raise memory_budget so that one reading is enough."
+            )
 
     def _collector(self, make: Callable[[], Any], *, regular: bool, policy: str) -> Collector[Any]:
         return _collector(self._risk, self._options, make, self._offset, regular, policy)

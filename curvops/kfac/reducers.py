@@ -15,11 +15,11 @@ reducer                       result                                      who as
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from curvops.kfac.joined import Block, Chunk
+from curvops.kfac.joined import Block, Chunk, Source
 
 Basis = tuple[Tensor | None, Tensor | None]
 
@@ -187,12 +187,19 @@ class UnitBlocks:
         for chunk in block.chunks():
             if chunk.single:
                 x = chunk.inputs()[:, :, 0]
+                total = self._total(key, block, x)
                 weights = chunk.c[:, :, :, 0].square().sum(2)  # [G, n, o]
-                value = torch.stack([(x * w[..., None]).mT @ x for w in weights.unbind(-1)], 1)
+                for j, w in enumerate(weights.unbind(-1)):
+                    total[:, j].baddbmm_((x * w[..., None]).mT, x)
             else:
-                D = chunk.gradients().flatten(1, 2).transpose(1, 2)  # [G, o, nP, i]
-                value = D.mT @ D
-            accumulate(self.sums, key, value)
+                D = chunk.gradients().flatten(1, 2).transpose(1, 2).flatten(0, 1)  # [Go, nP, i]
+                self._total(key, block, D).flatten(0, 1).baddbmm_(D.mT, D)
+
+    def _total(self, key: Hashable, block: Block, like: Tensor) -> Tensor:
+        # The sums are all that is large: they grow in place.
+        if key not in self.sums:
+            self.sums[key] = like.new_zeros(*block.shape, block.shape[2])
+        return self.sums[key]
 
     def merge(self, other: UnitBlocks) -> None:
         """Add the sums of other data."""
@@ -202,6 +209,8 @@ class UnitBlocks:
 
 class Kept:
     """The blocks themselves, to be read again; nothing at all once they exceed a budget.
+
+    Inputs that may be the user's memory are copied: only what is kept must outlive the batch.
 
     Args:
         budget: Bytes.
@@ -213,11 +222,22 @@ class Kept:
     def __init__(self, budget: float) -> None:
         self._budget = budget
         self._held: dict[int, int] = {}  # bytes of storages
+        self._own: dict[tuple, Tensor] = {}  # copies of inputs that were only lent, by where those are
         self.blocks: list[tuple[Hashable, Block]] | None = []
 
     def add(self, key: Hashable, block: Block) -> None:
         """Keep a block."""
-        self._take([(key, block)])
+        if self.blocks is not None:
+            self._take([(key, replace(block, sources=[self._owned(s) for s in block.sources]))])
+
+    def _owned(self, source: Source) -> Source:
+        if not source.lent:
+            return source
+        x = source.x
+        place = x.data_ptr(), x.dtype, x.shape, x.stride()
+        if place not in self._own:
+            self._own[place] = x.clone()
+        return replace(source, x=self._own[place], lent=False)
 
     def merge(self, other: Kept) -> None:
         """Keep the blocks of other data."""
@@ -233,4 +253,4 @@ class Kept:
                 storage = t.untyped_storage()
                 self._held[storage.data_ptr()] = storage.nbytes()
         if sum(self._held.values()) > self._budget:
-            self.blocks, self._held = None, {}
+            self.blocks, self._held, self._own = None, {}, {}

@@ -263,6 +263,31 @@ def _probe(level: str, batch: Batch) -> tuple[bool, Layouts, list[bool]]:
     return separate, tuple(layouts), silent
 
 
+def find_layouts(uses: list[Use], output: Tensor, seed: int = 0) -> Layouts:
+    """Find out in a few backward passes where the data (the first axis of the output) are in the rows of every use.
+
+    Returns:
+        A layout for every use; ``None`` where data share rows, or rows are in no regular order.
+    """
+    batch = Batch(uses, output, _Rows(output, seed), len(output), 1)  # type: ignore[arg-type]
+    return _probe("data", batch)[1]
+
+
+class _Rows:
+    """Generic vectors on the rows of an output, for lack of a loss."""
+
+    count = 1
+
+    def __init__(self, output: Tensor, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._noise = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
+
+    def probe(self, terms: Tensor) -> Tensor:
+        """Return a vector on some rows (bool ``[N, 1]``)."""
+        chosen = terms.reshape(-1, *(1 for _ in self._noise.shape[1:])).to(self._noise.device)
+        return torch.where(chosen, self._noise, 0.0)
+
+
 def _no_rows(use: Use, by_position: bool) -> Tensor:
     rows, positions = use.form.extent(use.x)
     return torch.zeros(rows * positions if by_position else rows, dtype=torch.bool, device=use.x.device)

@@ -233,3 +233,73 @@ def test_float32_converges_to_its_tolerance() -> None:
     want = kfoc(model, loss, None, data).to_dense()
     F = kfoc(model.float(), loss, None, [(X.float(), y.float()) for X, y in data])
     assert relative_error(F.to_dense().double(), want) < 1e-4
+
+
+@pytest.mark.parametrize("of_inputs", [False, True])
+@pytest.mark.parametrize("exponent", [-18, -12, 12, 18])
+def test_R7_the_scale_of_a_problem_in_float32_does_not_matter(exponent: int, of_inputs: bool) -> None:
+    """The matrix fits into float32, but squares of its entries do not."""
+    model, loss = nn.Linear(4, 3, bias=False).float(), nn.MSELoss()
+    X = torch.randn(7, 4).float()
+    want = kfoc(model.double(), loss, None, [(X.double(), torch.zeros(7, 3))], fisher_type="mc").to_dense()
+    model, scale = model.float(), 10.0**exponent
+
+    def scaled(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return nn.functional.linear(x, params["weight"]) * (1 if of_inputs else scale)
+
+    data = [(X * scale if of_inputs else X, torch.zeros(7, 3).float())]
+    F = kfoc(scaled, loss, dict(model.named_parameters()), data, fisher_type="mc")
+    assert relative_error(F.to_dense().double() / scale / scale, want) < 1e-4
+
+
+def test_R7_what_leaves_float32_is_refused_by_name() -> None:
+    model, X = nn.Linear(4, 3).float(), torch.full((2, 4), 1e14).float()
+    for scale in (1.0, 1e4):
+        y = torch.full((2, 3), 1e14 * scale).float()
+        with pytest.raises(ValueError, match=r"'weight'.*float64"):
+            kfoc(model, nn.MSELoss(reduction="sum"), None, [(X, y)], fisher_type="empirical")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tolerance": "a"}, {"tolerance": 0}, {"max_iterations": 2.5}, {"max_iterations": None}, {"max_iterations": True}],
+)
+def test_bad_arguments(options: dict) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: found"):
+        kfoc(*case("mlp"), **options)
+
+
+class Forked(nn.Module):
+    """Which layer a batch reaches depends on its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many, self.few, self.last = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.many(x) if len(x) > 3 else self.few(x)).tanh())
+
+
+def test_R7_updates_of_tnt_have_the_partial_traces_of_the_average() -> None:
+    """Also where data have other weights than rows, and where some blocks are not reached."""
+    model, loss = Forked(), nn.CrossEntropyLoss(weight=torch.tensor([0.1, 5.0]))
+    params = shifted(model)
+    data = [(torch.randn(n, 4), torch.randint(2, (n,)).sort().values) for n in (5, 3, 6, 2)]
+    T = tnt(model, loss, params, data[:1], fisher_type="empirical")
+    for batch in data[1:]:
+        T.update([batch], 0.5)
+    weights = (0.125, 0.125, 0.25, 0.5)
+    J = torch.cat(
+        [w**0.5 * single_gradients(model, loss, params, [d], "empirical") for w, d in zip(weights, data, strict=True)]
+    )
+    for part, D in blocks(T, J):
+        B, A = (torch.einsum(spec, D, D) for spec in ("kgai,kgbi->ab", "kgai,kgaj->ij"))
+        assert relative_error(part.operator.to_dense(), torch.kron(B, A) / D.square().sum()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("approx", "message"), [("reduce", "leave it out"), ("foo", "expected one of 'expand', 'reduce'")]
+)
+def test_tnt_has_no_approximation_of_sharing(approx: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tnt(*case("mlp"), kfac_approx=approx)
