@@ -1,7 +1,7 @@
 """Iterative solvers on rows: every function solves ``A x = b`` for all rows of ``B [K, N]`` at once.
 
-Rows converge at their own pace. A row that is done is frozen, so it gets what it would get alone; products are still made
-with all rows, because that costs little and keeps shapes. Scalars of a row have shape ``[K, 1]``.
+Rows converge at their own pace. A row that is done is frozen, so it gets what it would get alone, and products are made
+with the others only. Scalars of a row have shape ``[K, 1]``. Rows of any size are welcome: nothing is squared that may vanish.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Rows = Callable[[Tensor], Tensor]
+from curvops.inverse._rows import Rows, dot, norm, only, over
+
 Cycle = Callable[[Tensor, Tensor, Tensor, list[Tensor], int], Tensor]
 _LOOK = 10  # iterations of LSMR between two looks at the true residual
+_ENTRIES = 1 << 24  # of the vectors that LSMR keeps to make new ones orthogonal to them
+_DRIFT = 10.0  # how far a true residual may be above that of the recurrence of LSMR
 _STRIKES = 3  # restarts of a row that may fail to halve its residual: then rounding is all that is left
 
 
@@ -34,21 +37,6 @@ class SolveInfo:
     residuals: Tensor
     residual: Tensor
     converged: Tensor
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return the inner products of rows, ``[K, 1]``."""
-    return (a * b).sum(-1, keepdim=True)
-
-
-def norm(a: Tensor) -> Tensor:
-    """Return the norms of rows, ``[K, 1]``, without overflow."""
-    return torch.linalg.vector_norm(a, dim=-1, keepdim=True)
-
-
-def over(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``a / b``, and zero where ``b`` is."""
-    return torch.where(b == 0, torch.zeros_like(b), a / torch.where(b == 0, torch.ones_like(b), b))
 
 
 def require_finite(Y: Tensor) -> None:
@@ -87,7 +75,7 @@ def _refine(
             break
         target = margin * tol * size * 0.1**strikes
         new = X + cycle(torch.where(active, R, torch.zeros_like(R)), target, size, history, maxiter)
-        true = B - A(new)
+        true = torch.where(active, B - only(A, active, new), R)
         better = active & (norm(true) < before)
         X, R = torch.where(better, new, X), torch.where(better, true, R)
         strikes = strikes + (active & (norm(R) > 0.5 * before))
@@ -103,23 +91,23 @@ def cg(A: Rows, B: Tensor, M: Rows, tol: float, maxiter: int) -> tuple[Tensor, S
     """
 
     def cycle(R: Tensor, target: Tensor, size: Tensor, history: list[Tensor], maxiter: int) -> Tensor:
-        X, Z = torch.zeros_like(R), M(R)
-        P, rz = Z, dot(R, Z)
         active = norm(R) > target
+        X, Z = torch.zeros_like(R), only(M, active, R)
+        P, rz = Z, dot(R, Z)
         _require_definite(rz, active)
         largest = torch.zeros_like(rz)
         while active.any() and len(history) <= maxiter:
-            Q = A(P)
+            Q = only(A, active, P)
             require_finite(Q)
             largest = torch.maximum(largest, over(norm(Q), norm(P)))
-            curvature = over(dot(P, Q), dot(P, P))
+            curvature = over(dot(over(P, norm(P)), Q), norm(P))
             _require_convex(curvature, largest, active)
             active = active & (curvature > 0)  # zero up to rounding: nothing to gain in this direction
             alpha = torch.where(active, over(rz, dot(P, Q)), torch.zeros_like(rz))
             X, R = X + alpha * P, R - alpha * Q
             _record(history, active, over(norm(R), size))
             active = active & (norm(R) > target)
-            Z = M(R)
+            Z = only(M, active, R)
             new = dot(R, Z)
             _require_definite(new, active)
             P = torch.where(active, Z + over(new, rz) * P, torch.zeros_like(P))
@@ -146,6 +134,11 @@ def _require_convex(curvature: Tensor, largest: Tensor, active: Tensor) -> None:
         )
 
 
+def _root(a: Tensor, b: Tensor) -> Tensor:
+    """Return square roots of inner products that may be too small or large for them."""
+    return norm(a).sqrt() * norm(b).sqrt() * dot(over(a, norm(a)), over(b, norm(b))).clamp(min=0).sqrt()
+
+
 def minres(A: Rows, B: Tensor, M: Rows, tol: float, maxiter: int) -> tuple[Tensor, SolveInfo]:
     """Preconditioned minimal residuals (Paige and Saunders 1975) for a symmetric ``A``."""
 
@@ -160,30 +153,30 @@ def _minres_cycle(
 ) -> Tensor:
     """Return the correction for residuals ``R``, by Lanczos and Givens rotations."""
     zeros, nothing = torch.zeros_like(size), torch.zeros_like(R)
-    y = M(R)
-    _require_definite(dot(R, y), norm(R) > 0)
-    beta1 = dot(R, y).sqrt()
+    active = norm(R) > target
+    y = only(M, active, R)
+    _require_definite(dot(R, y), active)
+    beta1 = _root(R, y)
     eps = torch.finfo(R.dtype).eps
     r1, r2, beta, old = R, R, beta1, zeros
     dbar, epsilon, phibar, cosine, sine = zeros, zeros, beta1, -torch.ones_like(size), zeros
     X, w, w2 = nothing, nothing, nothing
     scale = over(norm(R), beta1)  # the recurrence measures residuals in the preconditioner's norm
-    active = norm(R) > target
     largest = zeros
     while active.any() and len(history) <= maxiter:
         v = torch.where(active, over(torch.ones_like(beta), beta) * y, nothing)
-        y = A(v)
+        y = only(A, active, v)
         require_finite(y)
         y = y - over(beta, old) * r1
         alpha = dot(v, y)
         y = y - over(alpha, beta) * r2
         r1, r2 = r2, torch.where(active, y, nothing)
-        y = M(r2)
-        old, beta = beta, dot(r2, y).clamp(min=0).sqrt()
-        largest = torch.maximum(largest, (alpha.square() + beta.square() + old.square()).sqrt())
+        y = only(M, active, r2)
+        old, beta = beta, _root(r2, y)
+        largest = torch.maximum(largest, torch.hypot(alpha, beta))
         oldeps, delta = epsilon, cosine * dbar + sine * alpha
         gbar, epsilon, dbar = sine * dbar - cosine * alpha, sine * beta, -cosine * beta
-        gamma = (gbar.square() + beta.square()).sqrt().clamp(min=torch.finfo(R.dtype).tiny)
+        gamma = torch.hypot(gbar, beta).clamp(min=torch.finfo(R.dtype).tiny)
         cosine, sine = gbar / gamma, beta / gamma
         active = active & (gamma > 10 * eps * largest)  # what is left is in the null space
         phi = torch.where(active, cosine * phibar, zeros)
@@ -206,8 +199,10 @@ def lsmr(A: Rows, T: Rows, B: Tensor, columns: int, damp: float, tol: float, max
     scale = torch.zeros_like(size)
     stalled = torch.zeros_like(size, dtype=torch.bool)
     previous = None
+    active = torch.ones_like(stalled)
+    slope = torch.zeros_like(X)
     while True:
-        slope = T(R) - damp**2 * X
+        slope = torch.where(active, only(T, active, R) - damp**2 * X, slope)
         done = _solved(R, slope, size, scale, tol)
         if previous is not None:
             stalled = stalled | (norm(slope) > 0.5 * previous)
@@ -217,7 +212,7 @@ def lsmr(A: Rows, T: Rows, B: Tensor, columns: int, damp: float, tol: float, max
             break
         step, found = _lsmr_cycle(A, T, R, X, size, active, damp, tol, maxiter, history)
         X, scale = X + step, torch.maximum(scale, found)
-        R = B - A(X)
+        R = torch.where(active, B - only(A, active, X), R)
     return X, report(history, over(norm(R), size), done)
 
 
@@ -244,51 +239,68 @@ def _lsmr_cycle(
     M = R.shape[1]
 
     def apply(V: Tensor) -> Tensor:
-        return torch.cat([A(V), damp * V], 1) if stacked else A(V)
+        AV = only(A, live, V)
+        return torch.cat([AV, damp * V], 1) if stacked else AV
 
     def transpose(U: Tensor) -> Tensor:
-        return T(U[:, :M]) + damp * U[:, M:] if stacked else T(U)
+        TU = only(T, live, U[:, :M])
+        return TU + damp * U[:, M:] if stacked else TU
 
     lam = 0.0 if stacked else damp
     u = torch.cat([R, -damp * X0], 1) if stacked else R
     u = torch.where(active, u, torch.zeros_like(u))
     beta = norm(u)
-    u = over(u, beta.expand_as(u))
+    u = over(u, beta)
+    live = active
     v = transpose(u)
     alpha = norm(v)
-    v = over(v, alpha.expand_as(v))
+    v = over(v, alpha)
     one, zero = torch.ones_like(beta), torch.zeros_like(beta)
     zetabar, alphabar, rho, rhobar, cbar, sbar = alpha * beta, alpha, one, one, one, zero
     h, hbar, X = v, torch.zeros_like(v), torch.zeros_like(v)
-    square = alpha.square()
-    live = active & (alpha > 0)
+    largest = alpha
+    live, start, eps = active & (alpha > 0), beta, torch.finfo(v.dtype).eps
+    room = _ENTRIES // max(v.numel(), 1)
+    kept = v[:, None][:, :room]  # rounding costs the v their orthogonality, and that many iterations: restore it
+    r = R
     for count in range(1, maxiter - len(history) + 2):
         u = apply(v) - alpha * u
         beta = norm(u)
-        u = over(u, beta.expand_as(u))
-        v = transpose(u) - beta * v
+        u = over(u, beta)
+        v = _orthogonal(transpose(u) - beta * v, kept)
         alpha = norm(v)
-        v = over(v, alpha.expand_as(v))
+        v = over(v, alpha)
+        kept = torch.cat([kept, v[:, None]], 1)[:, -room:] if room else kept
         require_finite(alpha + beta)
-        alphahat = (alphabar.square() + lam**2).sqrt()
-        rhoold, rho = rho, (alphahat.square() + beta.square()).sqrt()
+        alphahat = torch.hypot(alphabar, torch.full_like(alphabar, lam))
+        rhoold, rho = rho, torch.hypot(alphahat, beta)
         c, s = over(alphahat, rho), over(beta, rho)
         thetanew, alphabar = s * alpha, c * alpha
         rhobarold, thetabar, rhotemp = rhobar, sbar * rho, cbar * rho
-        rhobar = (rhotemp.square() + thetanew.square()).sqrt()
+        rhobar = torch.hypot(rhotemp, thetanew)
         cbar, sbar = over(rhotemp, rhobar), over(thetanew, rhobar)
         zeta, zetabar = cbar * zetabar, -sbar * zetabar
-        hbar = h - over(thetabar * rho, rhoold * rhobarold) * hbar
-        X = torch.where(live, X + over(zeta, rho * rhobar) * hbar, X)
+        hbar = h - over(thetabar, rhoold) * over(rho, rhobarold) * hbar
+        X = torch.where(live, X + over(over(zeta, rho), rhobar) * hbar, X)
         h = v - over(thetanew, rho) * h
-        square = torch.maximum(square, beta.square() + alpha.square())  # no larger than the squared norm of A
-        live = live & (alpha > 0) & (zetabar != 0)
+        largest = torch.maximum(largest, torch.hypot(beta, alpha))  # no larger than the norm of A
+        live = live & (torch.minimum(alpha, beta) > 100 * eps * largest)  # else all of the space is seen
+        live = live & (zetabar.abs() > eps * largest * start)
         if count % _LOOK == 0 or not live.any():
-            r = R - A(X)
-            live = live & ~_solved(r, T(r) - damp**2 * (X0 + X), size, square.sqrt(), tol)
-            _record(history, active, over(norm(r), size))
+            r = torch.where(live, R - only(A, live, X), r)
+            slope = only(T, live, r) - damp**2 * (X0 + X)
+            _record(history, live, over(norm(r), size))
+            live = live & ~_solved(r, slope, size, largest, tol)
+            live = live & (norm(slope) <= _DRIFT * zetabar.abs())  # else what the recurrence has is no longer true
         else:
             history.append(history[-1])
         if not live.any():
             break
-    return X, square.sqrt()
+    return X, largest
+
+
+def _orthogonal(v: Tensor, kept: Tensor) -> Tensor:
+    """Return rows ``v [K, N]`` without their parts along vectors ``kept [K, m, N]``."""
+    for _ in range(2):
+        v = v - torch.einsum("km,kmn->kn", torch.einsum("kmn,kn->km", kept, v), kept)
+    return v

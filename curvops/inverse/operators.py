@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from typing import NoReturn
+from numbers import Real
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from curvops._forms import join, split
 from curvops._operator import LinearOperator
-from curvops.inverse._solvers import Rows, SolveInfo, cg, dot, lsmr, minres, norm, over, report, require_finite
+from curvops.inverse._rows import Rows, dot, exponent, norm, over
+from curvops.inverse._solvers import SolveInfo, cg, lsmr, minres, report, require_finite
 
-#: Relative residuals that CG and MINRES reach at condition 1e6 in float64 and 1e4 in float32. LSMR, which meets the square of
-#: the condition number, gets there at 1e6 and about 1e2.
+#: Relative residuals that CG and MINRES reach at condition 1e6 in float64 and 1e4 in float32; LSMR at 1e6 and 1e3.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 
 _HOPELESS = 1e8  # a series whose residual grew that much has lost all digits
 
 
+def _integer(n: Any, what: str, least: int) -> int:
+    if isinstance(n, bool) or not hasattr(n, "__index__") or int(n) < least:
+        raise ValueError(f"{what}: found {n!r}, expected an integer >= {least}.")
+    return int(n)
+
+
+def _real(x: Any, what: str, expected: str) -> float:
+    if not isinstance(x, (Real, Tensor)) or isinstance(x, bool):
+        raise TypeError(f"{what}: found {x!r}, expected {expected}.")
+    return float(x)
+
+
+class _Solution(torch.autograd.Function):
+    """A solution as a function of the right-hand side: its derivative is a solve with the adjoint.
+
+    That is right where products with the operator are opaque to autograd, and it keeps no iterates.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, B: Tensor, inverse: IterativeInverse) -> Tensor:
+        ctx.inverse = inverse
+        return inverse._run(B)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.inverse._adjoint()._rows(grads[0]), None
+
+
 class IterativeInverse(LinearOperator):
     """The inverse of an operator, by an iteration that stops at a relative residual.
+
+    Products are differentiable with respect to the right-hand side, not to what the operator is made of.
 
     Args:
         A: The operator; square, unless said otherwise.
@@ -55,13 +86,12 @@ class IterativeInverse(LinearOperator):
             )
         if preconditioner is not None:
             _check_like(preconditioner, A)
-        tol = _TOLERANCE[A.torch_dtype] if tol is None else tol
-        if not 0 < tol < 1:
-            raise ValueError(f"tol: found {tol!r}, expected a relative residual between 0 and 1.")
-        if maxiter is not None and maxiter < 1:
-            raise ValueError(f"maxiter: found {maxiter!r}, expected a positive integer.")
+        expected = "a relative residual between 0 and 1"
+        self.tol = _TOLERANCE[A.torch_dtype] if tol is None else _real(tol, "tol", expected)
+        if not 0 < self.tol < 1:
+            raise ValueError(f"tol: found {tol!r}, expected {expected}.")
         self.A, self.preconditioner = A, preconditioner
-        self.tol, self.maxiter = float(tol), 10 * max(A.shape) if maxiter is None else int(maxiter)
+        self.maxiter = 10 * max(A.shape) if maxiter is None else _integer(maxiter, "maxiter", 1)
         self.last: SolveInfo | None = None
         super().__init__(
             A.range,
@@ -81,10 +111,8 @@ class IterativeInverse(LinearOperator):
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
         B = join(V)
-        if not torch.isfinite(B).all():
-            raise ValueError("The right-hand side has NaN or infinite entries.")
-        X, info = self._solve(B)
-        self.last = info
+        X, info = _Solution.apply(B, self), self.last
+        assert info is not None
         if self._promises and not info.converged.all():
             warnings.warn(
                 f"{type(self).__name__}: {int((~info.converged).sum())} of {len(B)} systems did not reach the relative "
@@ -94,6 +122,17 @@ class IterativeInverse(LinearOperator):
                 stacklevel=4,
             )
         return split(X, self.range)
+
+    @torch.no_grad()
+    def _run(self, B: Tensor) -> Tensor:
+        """Solve for the rows of ``B``, brought to size one, and say what happened."""
+        if not torch.isfinite(B).all():
+            raise ValueError(
+                "The right-hand side has NaN or infinite entries, expected finite ones; check where it comes from."
+            )
+        power = exponent(B)
+        X, self.last = self._solve(torch.ldexp(B, -power))
+        return torch.ldexp(X, power)
 
     def inverse(self, damping: float = 0.0, how: str = "exact") -> LinearOperator:
         """Return ``(op + damping I)^-1``, which is known without damping: the operator itself."""
@@ -109,8 +148,10 @@ class IterativeInverse(LinearOperator):
 
 def _check_like(M: LinearOperator, A: LinearOperator) -> None:
     if not isinstance(M, LinearOperator) or (M.domain, M.range) != (A.range, A.domain):
+        found = repr(M) if isinstance(M, LinearOperator) else type(M).__name__
         raise ValueError(
-            f"preconditioner: found {M!r}, expected an operator of curvops that maps {A.range} to {A.domain}."
+            f"preconditioner: found {found}, expected an operator of curvops that maps {A.range} to {A.domain}; wrap a "
+            "matrix as structured.Dense."
         )
     if (M.torch_dtype, M.device) != (A.torch_dtype, A.device):
         raise TypeError(
@@ -161,7 +202,8 @@ class MINRESInverseLinearOperator(SymmetricInverse):
 class LSMRInverseLinearOperator(IterativeInverse):
     """The (pseudo-)inverse of any operator by least squares, ``min |A x - b|^2 + damp^2 |x|^2`` (Fong and Saunders 2011).
 
-    A column is solved when its residual is small, or orthogonal to the range of ``A`` up to ``tol``.
+    A column is solved when its residual is small, or orthogonal to the range of ``A`` up to ``tol``. The vectors of the
+    iteration are kept orthogonal to earlier ones, as many as fit into 128 MB.
 
     Args:
         A: Any operator, rectangular or singular, too.
@@ -181,7 +223,7 @@ class LSMRInverseLinearOperator(IterativeInverse):
         maxiter: int | None = None,
         preconditioner: LinearOperator | None = None,
     ) -> None:
-        if not 0 <= damp < float("inf"):
+        if not 0 <= _real(damp, "damp", "a finite number >= 0") < float("inf"):
             raise ValueError(f"damp: found {damp!r}, expected a finite number >= 0.")
         if preconditioner is not None and damp:
             raise ValueError("preconditioner: damping is of x, not of z with x = M z; give only one of the two.")
@@ -193,12 +235,24 @@ class LSMRInverseLinearOperator(IterativeInverse):
         Mt = M if self.preconditioner is None else self.preconditioner._adjoint()._rows
         columns = self.shape[0] if self.preconditioner is None else self.preconditioner.shape[1]
         Z, info = lsmr(lambda V: self.A._rows(M(V)), lambda U: Mt(T(U)), B, columns, self.damp, self.tol, self.maxiter)
-        return M(Z), info
+        X = M(Z)
+        if self.preconditioner is not None and (short := info.converged & (info.residual > self.tol)).any():
+            info.converged = info.converged & ~(short & self._misses(X, B, T))
+        return X, info
+
+    def _misses(self, X: Tensor, B: Tensor, T: Rows) -> Tensor:
+        """Whether a preconditioner that is singular hid directions in which the residual could be smaller."""
+        AX = self.A._rows(X)
+        R = B - AX
+        return (norm(T(R)) > self.tol**0.5 * over(norm(AX), norm(X)) * norm(R)).squeeze(1)
 
     def _adjoint(self) -> LinearOperator:
         if self.symmetric:
             return self
-        adjoint = self.preconditioner and self.preconditioner._adjoint()
+        adjoint = None if self.preconditioner is None else self.preconditioner._adjoint()
+        if adjoint is not None and self.shape[0] != self.shape[1]:  # (M (A M)^+)' = (M' A')^+ M'
+            left = adjoint._compose(self.A._adjoint())
+            return LSMRInverseLinearOperator(left, tol=self.tol, maxiter=self.maxiter)._compose(adjoint)
         return LSMRInverseLinearOperator(
             self.A._adjoint(), damp=self.damp, preconditioner=adjoint, tol=self.tol, maxiter=self.maxiter
         )
@@ -238,11 +292,12 @@ class NeumannInverseLinearOperator(IterativeInverse):
         preconditioner: LinearOperator | None = None,
         check_nan: bool = True,
     ) -> None:
-        if num_terms < 0 or not 0 < scale < float("inf"):
-            raise ValueError(f"Found num_terms={num_terms!r}, scale={scale!r}, expected num_terms >= 0 and scale > 0.")
+        self.num_terms, self.check_nan = _integer(num_terms, "num_terms", 0), check_nan
+        self.scale = _real(scale, "scale", "a finite number > 0")
+        if not 0 < self.scale < float("inf"):
+            raise ValueError(f"scale: found {scale!r}, expected a finite number > 0.")
         if isinstance(A, LinearOperator) and A.shape[0] != A.shape[1]:
             raise ValueError(f"A: found shape {A.shape}, expected a square operator.")
-        self.num_terms, self.scale, self.check_nan = int(num_terms), float(scale), check_nan
         super().__init__(A, preconditioner=preconditioner)
         # (I - s M A)^k M is symmetric with A and M; the sum is, too.
         self.symmetric = A.symmetric and (preconditioner is None or preconditioner.symmetric)
@@ -297,13 +352,13 @@ class NeumannInverseLinearOperator(IterativeInverse):
     def _adjoint(self) -> LinearOperator:
         if self.symmetric:
             return self
-        if self.preconditioner is not None:
-            raise NotImplementedError(
-                "The adjoint of a preconditioned Neumann series of a non-symmetric operator is not a Neumann series from the "
-                "same side; leave the preconditioner out, or use LSMRInverseLinearOperator."
-            )
+        # sum_k ((I - s M A)^k M)' = sum_k M' (I - s A' M')^k = sum_k (I - s M' A')^k M'
         return NeumannInverseLinearOperator(
-            self.A._adjoint(), num_terms=self.num_terms, scale=self.scale, check_nan=self.check_nan
+            self.A._adjoint(),
+            num_terms=self.num_terms,
+            scale=self.scale,
+            preconditioner=None if self.preconditioner is None else self.preconditioner._adjoint(),
+            check_nan=self.check_nan,
         )
 
     def inverse(self, damping: float = 0.0, how: str = "exact") -> LinearOperator:
