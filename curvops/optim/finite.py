@@ -1,0 +1,78 @@
+"""Skip steps whose numbers are not finite, on the device: nothing waits for the answer, and the warning comes a step later."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Finite:
+    """Remembers which of the last step's numbers were finite, without waiting for them.
+
+    Attributes:
+        owed: Whether the last step that should have updated the curvature was skipped, as far as is known.
+    """
+
+    def __init__(self) -> None:
+        self._labels: list[str] = []
+        self._flags: Tensor | None = None
+        self._expected = False
+        self._updating = False
+        self._ready: torch.cuda.Event | None = None
+        self._step = 0
+
+    def check(self, numbers: Mapping[str, Tensor], *, step: int, updating: bool, found_inf: Tensor | None) -> Tensor:
+        """Return whether all numbers are finite, as a 0-dim tensor on their device.
+
+        Args:
+            numbers: 0-dim tensors by what they are called in a warning.
+            step: Number of the step.
+            updating: Whether the curvature is updated in it.
+            found_inf: What a gradient scaler found, which needs no warning.
+        """
+        flags = torch.stack([n.float() for n in numbers.values()]).isfinite()
+        ok = flags.all()
+        if found_inf is not None:
+            ok = ok & (found_inf.reshape(()).to(ok.device) == 0)
+        together = torch.cat([ok[None], flags])
+        self._labels, self._step, self._updating = list(numbers), step, updating
+        self._expected = found_inf is not None
+        self._flags = together.to("cpu", non_blocking=True)
+        if together.is_cuda:
+            self._ready = torch.cuda.Event()
+            self._ready.record()
+        return ok
+
+    @property
+    def owed(self) -> bool:
+        """Whether the last update of the curvature was skipped."""
+        return self._updating and self._flags is not None and not self._read()[0]
+
+    def report(self) -> None:
+        """Warn of a step that was skipped, by the names of what was not finite."""
+        if self._flags is None or self._expected:
+            return
+        flags = self._read()
+        bad = [label for label, fine in zip(self._labels, flags[1:], strict=True) if not fine]
+        if bad:
+            more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
+            warnings.warn(
+                f"Step {self._step} was skipped, parameters and curvature are as before: NaN or infinite numbers in "
+                f"{', '.join(bad[:4])}{more}.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            self._labels, self._flags = [], self._flags[:1]
+
+    def _read(self) -> Sequence[bool]:
+        if self._ready is not None:
+            self._ready.synchronize()  # of an earlier step: it has long been there
+        return self._flags.numpy().tolist()
+
+
+def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude of every tensor; NaN where there is one."""
+    return list(torch._foreach_norm(list(tensors), float("inf")))

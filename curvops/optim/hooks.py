@@ -1,0 +1,73 @@
+"""What sits on a model while an optimizer observes it: hooks that hold the observer weakly, and die with it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvops._traceless import forget_compiled
+
+
+class Hook:
+    """What sits on the model: calls a method of an observer, if it is still there."""
+
+    def __init__(self, observer: Any | None, method: str, *given: Any) -> None:
+        self.observer = _gone if observer is None else weakref.ref(observer)
+        self.method, self.given = method, given
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return Hook(None, self.method)
+
+    def __reduce__(self) -> Any:
+        return Hook, (None, self.method)
+
+    def __call__(self, *args: Any) -> None:
+        observer = self.observer()
+        if observer is not None:
+            _call(observer, self.method, self.given or args)
+
+
+def _gone() -> None:
+    return None
+
+
+@torch.compiler.disable
+def _call(observer: Any, method: str, args: tuple) -> None:
+    if method == "enter":
+        observer._enter()
+    elif method == "exit":
+        observer._exit(args[-1], failed=args[-1] is None)
+    else:
+        observer._accumulated(*args)
+
+
+def attach(observer: Any, model: nn.Module, params: Mapping[str, Tensor]) -> list[Any]:
+    root = getattr(model, "_orig_mod", model)
+    for hook in root._forward_pre_hooks.values():
+        if isinstance(hook, Hook) and hook.observer() is not None:
+            raise ValueError(
+                "The model is observed by another optimizer already: close() that one first, or make one optimizer with "
+                "parameter groups."
+            )
+    forget_compiled()
+    handles: list[Any] = [
+        root.register_forward_pre_hook(Hook(observer, "enter")),
+        root.register_forward_hook(Hook(observer, "exit"), always_call=True),
+    ]
+    handles += [p.register_post_accumulate_grad_hook(_accumulated_hook(observer, n)) for n, p in params.items()]
+    weakref.finalize(observer, _remove, handles)
+    return handles
+
+
+def _accumulated_hook(observer: Any, name: str) -> Callable[[Tensor], None]:
+    hook = Hook(observer, "accumulated", name)
+    return lambda _: hook()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()

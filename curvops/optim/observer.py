@@ -1,0 +1,237 @@
+"""Watch the user's own passes: layer inputs of a forward pass, output gradients of the backward pass that fills ``.grad``.
+
+Gradients are *staged* where they arrive, at the autograd nodes of the layers' outputs, and *committed* when the gradient of
+the parameter is accumulated: ``torch.autograd.grad``, evaluations and forward passes without a backward pass leave nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from curvops._traceless import eager
+from curvops.kfac.recorder import Escaped, Recorder
+from curvops.kfac.schedule import Layout
+from curvops.kfac.sharing import Sharing, find_layouts
+from curvops.kfac.sites import conflicts, find_sites
+from curvops.kfac.statistics import Statistic
+from curvops.kfac.uses import Use, without
+from curvops.kfac.vectors import Batch, Vectors
+from curvops.losses import output_loss
+from curvops.optim.hooks import attach
+from curvops.optim.passes import Counts, ForwardPass, Hints, count
+
+
+class Observer:
+    """Observe a model's passes while they are wanted.
+
+    Args:
+        model: Its calls are watched; models that are not called themselves are watched in :meth:`observing`.
+        params: The parameters, by name.
+        wanted: Whether the coming forward pass shall be observed.
+        make: Makes an empty statistic.
+        by_datum: Whether the statistic needs to know which rows belong to which datum.
+        separate: Every bias is a block of its own.
+
+    Attributes:
+        statistic: Of what was observed since :meth:`reset`.
+        counts: Of the forward passes that were observed; each counts once.
+        uncovered: Parameters used in a way that no rule covers, and why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, Tensor],
+        *,
+        wanted: Callable[[], bool],
+        make: Callable[[], Statistic],
+        by_datum: bool = False,
+        separate: bool = False,
+    ) -> None:
+        self._wanted, self._make, self._by_datum, self._separate = wanted, make, by_datum, separate
+        self._layouts: dict[tuple, Layout | None] = {}
+        self._params = dict(params)
+        self._live: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._open: list[_Window | None] = []
+        self._hints = Hints()
+        self._drawn = 0
+        self.uncovered: dict[str, str] = {}
+        self.reset()
+        self._handles = attach(self, model, self._params)
+
+    def reset(self) -> None:
+        """Forget everything: what was committed, and what is still on its way."""
+        self.forget_committed()
+        self._live.clear()
+
+    def forget_committed(self) -> None:
+        """Forget what was committed: the gradients that it belongs to are gone."""
+        self.statistic, self.counts = self._make(), Counts()
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.reset()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the hooks are gone."""
+        return not self._handles
+
+    @contextmanager
+    def observing(self, hints: Hints) -> Iterator[None]:
+        """Watch everything inside, with the user's hints; calls of the model in it are part of the same pass."""
+        before, self._hints = self._hints, hints
+        self._enter()
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            self._exit(None, failed)
+            self._hints = before
+
+    # ---- what hooks call --------------------------------------------------------------------
+    def _enter(self) -> None:
+        window = None
+        if not any(self._open) and torch.is_grad_enabled() and self._wanted():
+            window = _Window(ForwardPass(self._separate), self._params)
+            window.stack.enter_context(eager())  # a compiled model would run past the recorder
+            window.stack.enter_context(window.recorder)
+        self._open.append(window)
+
+    def _exit(self, output: Any, failed: bool) -> None:
+        window = self._open.pop()
+        if window is None:
+            outer = next((w for w in reversed(self._open) if w is not None), None)
+            if outer is not None and output is not None:
+                outer.output = output
+            return
+        window.stack.close()
+        output = window.output if output is None else output
+        if failed:
+            window.seen.keep([])
+            return
+        with torch.autocast(_device(self._params).type, enabled=False):
+            self._settle(window, _tensors(output))
+
+    def _settle(self, window: _Window, outputs: list[Tensor]) -> None:
+        recorder, seen = window.recorder, window.seen
+        attached = [t for t in outputs if t.requires_grad]
+        if attached:
+            self._prove(recorder, attached[0] if len(attached) == 1 else _joined(attached))
+        for found in (*recorder.unsupported, *conflicts(recorder.uses)):
+            self.uncovered.setdefault(found.name, f"{found.function}: {found.reason}")
+        uses = without(recorder.uses, self.uncovered)
+        output = next((t for t in outputs if t.ndim), None)
+        seen.counts = count(output, self._hints)
+        if self._by_datum and output is not None:
+            seen.layouts = self._laid_out(uses, output)
+        if self._hints.fisher is not None:
+            self._draw(uses, output, seen.counts)
+            seen.keep([])
+            return
+        seen.keep(uses)
+        self._live.add(seen)
+
+    def _laid_out(self, uses: list[Use], output: Tensor) -> dict[Use, Layout | None]:
+        """Find out where the data are in the rows of the uses; what was found once holds for batches of other sizes."""
+        N = len(output)
+        keys = [(i, use.function, use.names, use.form.extent(use.x)[0] / N) for i, use in enumerate(uses)]
+        if any(key not in self._layouts for key in keys):
+            self._layouts |= dict(zip(keys, find_layouts(uses, output), strict=True))
+        found = {}
+        for key, use in zip(keys, uses, strict=True):
+            layout, rows = self._layouts[key], use.form.extent(use.x)[0]
+            if layout is None and rows % N == 0:  # the model couples its data (batch statistics): data come first
+                layout = Layout(1, rows // N)
+            found[use] = layout
+        return found
+
+    def _draw(self, uses: list[Use], output: Tensor | None, counts: Counts) -> None:
+        """Feed the statistic with vectors of the loss, in place of those of the user's backward pass."""
+        hints = self._hints
+        if output is None or not output.requires_grad:
+            raise ValueError(f"fisher_type={hints.fisher.kind!r} needs a prediction with a graph; found none.")
+        loss = output_loss(hints.loss)
+        view = loss.view(loss.prepare(output).detach(), hints.y)
+        vectors = Vectors(hints.fisher, view, self._drawn)
+        self._drawn += view.N
+        batch = Batch(uses, loss.prepare(output), vectors, view.N, view.T)
+        sharing = Sharing(hints.fisher, self._by_datum)
+        self.statistic.merge(sharing.feed(batch, find_sites(uses, self._separate), self._make))
+        normalizer = float(view.normalizer) if loss.reduction == "mean" else 0.0
+        counts.normalizer = normalizer
+        self._add(counts)
+
+    def _add(self, new: Counts) -> None:
+        old = self.counts
+        if old.passes and (old.normalizer is None) != (new.normalizer is None):
+            raise ValueError("Forward passes of one step have different kinds of Fisher; expected one kind for all.")
+        normalizer = None if new.normalizer is None else (old.normalizer or 0.0) + new.normalizer
+        self.counts = Counts(
+            old.data + new.data,
+            old.positions + new.positions,
+            old.given + new.given,
+            old.passes + new.passes,
+            old.told + new.told,
+            normalizer,
+        )
+
+    def _prove(self, recorder: Recorder, output: Tensor) -> None:
+        """Insist that no use of a parameter was missed; a parameter for which that fails is uncovered."""
+        while True:
+            try:
+                recorder.check(output, self.uncovered)
+            except Escaped as escaped:
+                self.uncovered[escaped.name] = str(escaped)
+            else:
+                return
+
+    @torch.no_grad()
+    def _accumulated(self, name: str) -> None:
+        if not self._live or name in self.uncovered:
+            return
+        with torch.autocast(_device(self._params).type, enabled=False):
+            for seen in list(self._live):
+                if seen.commit(name, self.statistic) and not seen.counted:
+                    seen.counted = True
+                    self._add(seen.counts)
+
+
+@dataclass(eq=False)
+class _Window:
+    """The time between the beginning and the end of a forward pass."""
+
+    seen: ForwardPass
+    params: Mapping[str, Tensor]
+    output: Any = None
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.recorder = Recorder(self.params, allow_train_mode=True, on_use=self.seen.note)
+
+
+def _device(params: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(params.values())).device
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Return the tensors of an answer, the logits first."""
+    output = [output.logits, output] if isinstance(getattr(output, "logits", None), Tensor) else output
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _joined(outputs: list[Tensor]) -> Tensor:
+    """Return a node that leads to all outputs."""
+    return torch.stack([t.flatten()[:1].sum().double() for t in outputs]).sum()

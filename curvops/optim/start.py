@@ -1,0 +1,50 @@
+"""Start an optimizer from a curvature that is known."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from curvops import _linalg
+from curvops._scalars import accumulation_dtype
+from curvops.kfac.blocks import factor_pair, labelled
+from curvops.kfac.estimate import block_key
+from curvops.kfac.operator import KFACLinearOperator
+from curvops.optim.blocks import Block
+
+
+def roots_of(curvature: KFACLinearOperator, block: Block) -> tuple[Tensor, Tensor] | None:
+    """Return ``(A + λI)^-1/2`` and ``(B + λI)^-1/2`` of a block, ``λ`` its group's damping; ``None`` if it is not in there."""
+    found = factors_of(curvature, block, block.group["kfac_approx"])
+    if found is None:
+        return None
+    A, B, _ = found
+    ones = torch.ones(len(B), 1, 1, dtype=B.dtype, device=B.device)
+    damping = block.group["damping"]
+    return _inverse_root(ones if A is None else A, damping, block.label), _inverse_root(B, damping, block.label)
+
+
+def factors_of(
+    curvature: KFACLinearOperator | None, block: Block, approx: str
+) -> tuple[Tensor | None, Tensor, tuple[str, ...]] | None:
+    """Return the factors ``(A, B)`` of a block, and its operations; ``None`` if it is not in there."""
+    if curvature is None:
+        return None
+    if type(curvature) is not KFACLinearOperator:
+        raise TypeError(f"curvature: found {type(curvature).__name__}, expected a KFACLinearOperator.")
+    estimate = curvature._estimate
+    if estimate.options["kfac_approx"] != approx:
+        raise ValueError(
+            f"curvature: found kfac_approx={str(estimate.options['kfac_approx'])!r}, expected {str(approx)!r} as here."
+        )
+    for label, members in labelled(estimate).items():
+        if block_key(members[0].placement) == block.key:
+            B, A = factor_pair(estimate, label, *members)
+            place = block.parameter.device, accumulation_dtype(block.parameter.dtype)
+            return None if A is None else A.to(*place), B.to(*place), members[0].uses
+    return None
+
+
+def _inverse_root(F: Tensor, damping: float, label: str) -> Tensor:
+    values, Q = _linalg.eigh_psd(F, label)
+    return (Q * _linalg.reciprocal(values + damping, label).sqrt().unsqueeze(-2)) @ Q.mT
