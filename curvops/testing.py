@@ -15,6 +15,7 @@ from scipy.sparse.linalg import LinearOperator as ScipyLinearOperator
 from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor
 
+from curvops._check_structure import check_structure as check_structure
 from curvops._operator import LinearOperator
 
 #: Errors that rounding explains, relative to the largest entry that a product could have.

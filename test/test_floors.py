@@ -40,7 +40,7 @@ FLOORS: list[set[str]] = [
         "activations",
         "interaction_basis",
     },
-    {"optim", "distributed", "report", "_page", "_digits", "testing", "viz", "__main__"},
+    {"optim", "distributed", "report", "_page", "_quality", "_digits", "testing", "_check_structure", "viz", "__main__"},
 ]
 #: Neighbours on one floor that do not know each other.
 STRANGERS = [{"optim", "distributed"}]
