@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from curvops._gram import mirror_
 from curvops._scalars import accumulation_dtype, wide
-from curvops.kfac.rules._base import mirror_
 from curvops.kfac.schedule import Layout
 from curvops.kfac.sites import Site
 from curvops.kfac.uses import Use

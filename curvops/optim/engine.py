@@ -14,7 +14,7 @@ from curvops._operator import LinearOperator
 from curvops.kfac.statistics import Statistic
 from curvops.kfac.vectors import Fisher
 from curvops.optim.blocks import Block, Blocks, gathered, scatter
-from curvops.optim.finite import Finite, largest
+from curvops.optim.finite import Finite, telltale
 from curvops.optim.observer import Observer
 from curvops.optim.passes import Counts, Hints
 
@@ -179,7 +179,7 @@ class Engine:
             grad_scale: What the gradients are still multiplied by.
             found_inf: What a gradient scaler found.
         """
-        numbers = dict(zip((f"the gradient of {n!r}" for n in grads), largest(list(grads.values())), strict=True))
+        numbers = {f"the gradient of {n!r}": telltale(g) for n, g in grads.items()}
         if updating:
             moment = Moment(self.steps, self._scale(grad_scale, found_inf), self._finite.owed)
             numbers |= self.method.update(self.observer.statistic, self.observer.counts, moment)

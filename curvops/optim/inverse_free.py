@@ -1,83 +1,28 @@
-"""The inverse-free preconditioner ``K K' ⊗ C C'`` of SINGD: structured factors, updated without inverse or decomposition."""
+"""SINGD as a method of the engine: ``K K' ⊗ C C'`` for every block, followed without inverse or decomposition."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvops._algebra import Identity
 from curvops._operator import LinearOperator
 from curvops._scalars import accumulation_dtype
 from curvops.kfac.sites import Site
 from curvops.optim.blocks import Block, Blocks
 from curvops.optim.engine import Moment
+from curvops.optim.operators import TwoSided, on_all, undamped
 from curvops.optim.passes import Counts, loss_scale
 from curvops.optim.projected import Frame, Projected
-from curvops.structured import DirectSum, Kronecker, Part, Placement, Slot, StructuredMatrix, structure
+from curvops.optim.together import alike
+from curvops.optim.two_sided import Factors, inverse_free_update, joined_factors, parted_factors
+from curvops.structured import Part, Placement, StructuredMatrix, structure
+from curvops.structured.pulled import Pulled, joined_pulled
 
-Pair = tuple[StructuredMatrix, StructuredMatrix]
-
-
-@dataclass(eq=False)
-class Factors:
-    """The state of one block.
-
-    Attributes:
-        K, C: The factors ``[G, d_in, d_in]`` and ``[G, d_out, d_out]`` in the structures and dtypes of the group.
-        m: Their momenta; ``None`` without Riemannian momentum.
-        updated: Whether an update has been adopted.
-    """
-
-    K: StructuredMatrix
-    C: StructuredMatrix
-    m: Pair | None = None
-
-
-def inverse_free_update(
-    K: StructuredMatrix,
-    C: StructuredMatrix,
-    m: Pair | None,
-    H: Pair,
-    *,
-    damping: float,
-    alpha1: float,
-    lr_cov: float,
-    kfac_like: bool,
-    normalize: bool,
-) -> tuple[StructuredMatrix, StructuredMatrix, Pair | None]:
-    """Return new factors and momenta (Lin et al. 2024, Structured Inverse-Free Natural Gradient Descent, eq. (8) and Fig. 3).
-
-    Args:
-        K, C: The factors.
-        m: Their momenta; ``None`` is zero.
-        H: ``Π(K' A K)`` and ``Π(C' B C)``.
-        damping: Added to both factors of the curvature.
-        alpha1: Riemannian momentum.
-        lr_cov: Step size.
-        kfac_like: IKFAC: the factors do not weigh each other.
-        normalize: Divide the step size by the largest entry of the momentum.
-    """
-    grams = K.self_gram(), C.self_gram()
-    weights = (1.0, 1.0), (1.0, 1.0)
-    if not kfac_like:
-        weights = (H[1].mean_trace(), grams[1].mean_trace()), (H[0].mean_trace(), grams[0].mean_trace())
-    s = 0.5 * (1.0 - alpha1) if normalize else 0.5
-    new_m, new = [], []
-    for i, M in enumerate((K, C)):
-        of_H, of_gram = weights[i]
-        direction = H[i].scale(of_H).add(grams[i].scale(of_gram), alpha=damping).shift(-1.0).scale(s)
-        if m is not None:
-            direction = direction.add(m[i], alpha=alpha1)
-        step: Any = lr_cov
-        if normalize:
-            step = lr_cov / direction.max_abs().clamp(min=1.0)
-        new.append(M.add(M.compose(direction), alpha=-step))
-        new_m.append(direction)
-    return new[0], new[1], (new_m[0], new_m[1]) if alpha1 != 0 else None
+#: Blocks up to this size are treated together on the CPU, too; larger copies cost more than calls.
+SMALL = 64
 
 
 class InverseFree:
@@ -121,14 +66,18 @@ class InverseFree:
         return Frame(found.K._wide(), found.C._wide(), block.group["kfac_approx"], block)
 
     def _of(self, block: Block) -> Factors:
+        """Return the factors of a block, new ones if need be, where its parameters are now."""
         if block not in self.factors:
             self.factors[block] = self._first(block)
-        return self.factors[block]
+        found, p, dtypes = self.factors[block], block.parameter, _dtypes(block)
+        if (found.K.torch_dtype, found.C.torch_dtype, found.K.device) != (*dtypes, p.device):
+            found = self.factors[block] = found.move(p, dtypes)
+        return found
 
     def _first(self, block: Block) -> Factors:
         G, o, i = block.placement.shape
         p = block.parameter
-        dtypes = [d or p.dtype for d in block.group["preconditioner_dtype"]]
+        dtypes = _dtypes(block)
         classes = [structure(s) for s in block.group["structures"]]
         dense = self._start(block)
         made = []
@@ -137,76 +86,83 @@ class InverseFree:
                 made.append(cls.eye(n, batch=(G,), dtype=dtype, device=p.device))
             else:
                 made.append(cls.from_dense(dense[side])._retyped(dtype))
-        return Factors(made[0], made[1])
+        return Factors(made[0], made[1], steps=block.group["T"])
 
     # ---- the update ----------------------------------------------------------------------------
     def update(self, statistic: Projected, counts: Counts, moment: Moment) -> dict[str, Tensor]:
         """Prepare new factors of the blocks that were observed."""
-        numbers = {}
+        numbers: dict[str, Tensor] = {}
+        seen: dict[Block, tuple[Pulled, Pulled, float]] = {}
         for key, moments in statistic.sums.items():
             block = statistic.block_of(key)
-            group = block.group
-            if moments.B is None or not moments.B.fed:
-                continue
-            scale = loss_scale(group["loss_average"], counts, moment.scale)
-            H = moments.A.value().scale(1.0 / moments.rows), moments.B.value().scale(scale)
-            numbers[f"the statistics of {block.label!r}"] = H[0].mean_trace().sum() * H[1].mean_trace().sum()
-            old = self.factors[block]
-            lr_cov = group["lr_cov"](moment.step) if callable(group["lr_cov"]) else group["lr_cov"]
-            K, C, m = inverse_free_update(
-                old.K._wide(),
-                old.C._wide(),
-                None if old.m is None else (old.m[0]._wide(), old.m[1]._wide()),
-                H,
-                damping=group["damping"],
-                alpha1=0.0 if group["kfac_like"] else group["alpha1"],
-                lr_cov=lr_cov,
-                kfac_like=group["kfac_like"],
-                normalize=group["normalize_lr_cov"],
-            )
-            like = old.K.torch_dtype, old.C.torch_dtype
-            held = None if m is None else (m[0]._retyped(like[0]), m[1]._retyped(like[1]))
-            self._prepared[block] = Factors(K._retyped(like[0]), C._retyped(like[1]), held)
+            if moments.B.fed:
+                H = moments.A.value(), moments.B.value()
+                numbers[f"the statistics of {block.label!r}"] = H[0].mean_trace().sum() * H[1].mean_trace().sum()
+                seen[block] = (*H, moments.rows)
+        for blocks in alike(seen, self._bucket):
+            scale = loss_scale(blocks[0].group["loss_average"], counts, moment.scale)
+            self._update([(b, *seen[b]) for b in blocks], scale, moment.step)
         return numbers
+
+    def _update(self, seen: list[tuple[Block, Pulled, Pulled, float]], scale: Tensor | float, step: int) -> None:
+        """Prepare new factors of blocks of one shape and group."""
+        group = seen[0][0].group
+        old = [self.factors[block] for block, *_ in seen]
+        wide = [accumulation_dtype(M.torch_dtype) for M in (old[0].K, old[0].C)]
+        now = joined_factors([f.retyped(wide) for f in old])
+        K, C, m = inverse_free_update(
+            now.K,
+            now.C,
+            now.m,
+            (joined_pulled([A for _, A, _, _ in seen]), joined_pulled([B for _, _, B, _ in seen])),
+            (_per_block([1.0 / rows for *_, rows in seen], old), scale),
+            damping=group["damping"],
+            alpha1=0.0 if group["kfac_like"] else group["alpha1"],
+            lr_cov=group["lr_cov"](step) if callable(group["lr_cov"]) else group["lr_cov"],
+            kfac_like=group["kfac_like"],
+            normalize=group["normalize_lr_cov"],
+        )
+        held = old[0].K.torch_dtype, old[0].C.torch_dtype
+        for (block, *_), new in zip(seen, parted_factors(Factors(K, C, m, group["T"]), old), strict=True):
+            self._prepared[block] = new.retyped(held)
+
+    def _bucket(self, block: Block) -> Hashable:
+        """Return what blocks have in common that are treated together: where launching kernels costs more than copies."""
+        small = max(block.placement.shape[1:]) <= SMALL
+        if block.parameter.device.type == "cpu" and not small:
+            return block
+        f = self.factors[block]
+        return (
+            id(block.group),
+            block.placement.shape[1:],
+            type(f.K),
+            type(f.C),
+            f.K.torch_dtype,
+            f.C.torch_dtype,
+            f.m is None,
+        )
 
     def settle(self, ok: Tensor) -> None:
         """Adopt the prepared factors where ``ok``."""
         for block, new in self._prepared.items():
-            old = self.factors[block]
-            m = new.m
-            if m is not None:
-                before = old.m or (m[0]._zeros(), m[1]._zeros())
-                m = _where(ok, m[0], before[0]), _where(ok, m[1], before[1])
-            self.factors[block] = Factors(_where(ok, new.K, old.K), _where(ok, new.C, old.C), m)
+            self.factors[block] = new.where_(ok, self.factors[block])
         self._prepared = {}
 
     def apply(self, arrays: dict[Block, Tensor], step: int) -> dict[Block, Tensor]:
         """Multiply by ``C C' · K K'``; blocks that have no factors yet stay as they are."""
-        result = {}
-        for block, X in arrays.items():
-            found = self.factors.get(block)
-            result[block] = X if found is None else precondition(found.K, found.C, X)
-        return result
+        return {block: self._of(block).times(X) if block in self.factors else X for block, X in arrays.items()}
 
     # ---- as operators --------------------------------------------------------------------------
     def preconditioner(self, params: Mapping[str, Tensor]) -> LinearOperator:
         """Return ``K K' ⊗ C C'`` on all parameters."""
-        return self._direct_sum(params, lambda f, b: _Product(f.K, f.C, b.placement.shape, b.parameter.dtype, b.label))
+        return on_all(params, [Part(b.placement, TwoSided(f, b)) for b, f in self._known().items()])
 
     def operator(self, params: Mapping[str, Tensor]) -> LinearOperator:
         """Return the curvature that the factors stand for: inverses of ``K K'`` and ``C C'`` without what damping added."""
-        return self._direct_sum(params, _undamped)
+        return on_all(params, [Part(b.placement, undamped(f, b)) for b, f in self._known().items()])
 
-    def _direct_sum(
-        self, params: Mapping[str, Tensor], make: Callable[[Factors, Block], LinearOperator]
-    ) -> LinearOperator:
-        parts = [Part(b.placement, make(f, b)) for b, f in self.factors.items() if b in set(self._blocks)]
-        taken = {n for part in parts for n in part.placement.names}
-        for name, p in params.items():
-            if name not in taken:
-                place = Placement((Slot(name, tuple(p.shape), 0, 1),), (1, p.numel(), 1))
-                parts.append(Part(place, Identity((place.shape,), dtype=p.dtype, device=p.device)))
-        return DirectSum(tuple(tuple(p.shape) for p in params.values()), tuple(params), parts)
+    def _known(self) -> dict[Block, Factors]:
+        return {b: self._of(b) for b in self._blocks if b in self.factors}
 
     # ---- saving --------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -230,19 +186,21 @@ class InverseFree:
             now = self._first(block)
             K, C = _loaded(now.K, saved["K"]), _loaded(now.C, saved["C"])
             m = (_loaded(now.K, saved["m_K"]), _loaded(now.C, saved["m_C"])) if "m_K" in saved else None
-            self.factors[block] = Factors(K, C, m)
+            self.factors[block] = Factors(K, C, m, block.group["T"])
 
 
-def precondition(K: StructuredMatrix, C: StructuredMatrix, X: Tensor) -> Tensor:
-    """Return ``C C' X K K'`` for ``X [G, d_out, d_in]``, in the dtype of ``X``."""
-    wide_K, wide_C = K._wide(), C._wide()
-    Y = wide_K.times(wide_K.adjoint_times(X.mT.to(wide_K.torch_dtype)))
-    Y = Y.mT.to(wide_C.torch_dtype)
-    return wide_C.times(wide_C.adjoint_times(Y)).to(X.dtype)
+def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:
+    K, C = (dtype or block.parameter.dtype for dtype in block.group["preconditioner_dtype"])
+    return K, C
 
 
-def _where(ok: Tensor, new: StructuredMatrix, old: StructuredMatrix) -> StructuredMatrix:
-    return new.with_tensors({n: torch.where(ok, t, old.named_tensors()[n]) for n, t in new.named_tensors().items()})
+def _per_block(numbers: list[float], factors: list[Factors]) -> float | Tensor:
+    """Return numbers of blocks for every member of their joined batch."""
+    if len(numbers) == 1:
+        return numbers[0]
+    held = accumulation_dtype(factors[0].K.torch_dtype)
+    like = torch.empty(0, dtype=held, device=factors[0].K.device)
+    return torch.cat([like.new_full(f.K.batch, x) for x, f in zip(numbers, factors, strict=True)])
 
 
 def _loaded(like: StructuredMatrix, tensors: Mapping[str, Tensor]) -> StructuredMatrix:
@@ -256,29 +214,3 @@ def _loaded(like: StructuredMatrix, tensors: Mapping[str, Tensor]) -> Structured
         if tuple(tensors[n].shape) != tuple(t.shape):
             raise ValueError(f"state_dict: found {n} {tuple(tensors[n].shape)}, expected {tuple(t.shape)}.")
     return like.with_tensors({n: t.to(*wanted[n], copy=True) for n, t in tensors.items()})
-
-
-class _Product(LinearOperator):
-    """``K K' ⊗ C C'`` on arrays ``[G, d_out, d_in]``."""
-
-    def __init__(self, K: StructuredMatrix, C: StructuredMatrix, shape: Any, dtype: torch.dtype, label: str) -> None:
-        super().__init__((shape,), (shape,), dtype=dtype, device=K.device, symmetric=True)
-        self.K, self.C, self.label = K, C, label
-
-    def _apply(self, V: list[Tensor]) -> list[Tensor]:
-        return [torch.stack([precondition(self.K, self.C, v) for v in V[0]]) if len(V[0]) else V[0].clone()]
-
-
-def _undamped(f: Factors, block: Block) -> LinearOperator:
-    """Return ``A ⊗ B`` with ``A = (K K')^-1 - λ κ I``, where ``κ`` is 1 in IKFAC and the mean trace of ``C' C`` else."""
-    group, p = block.group, block.parameter
-    found = []
-    for M, other in ((f.C, f.K), (f.K, f.C)):
-        dense = M._wide().to_dense_blocks()
-        inverse = torch.linalg.inv(dense @ dense.mT)
-        kappa = 1.0 if group["kfac_like"] else other._wide().self_gram().mean_trace()[:, None, None]
-        eye = torch.eye(M.dim, dtype=dense.dtype, device=dense.device)
-        values, Q = torch.linalg.eigh(inverse - group["damping"] * kappa * eye)
-        found.append((Q * values.clamp(min=0).unsqueeze(-2)) @ Q.mT)
-    held = accumulation_dtype(p.dtype)
-    return Kronecker(found[0].to(held), found[1].to(held), label=block.label, dtype=p.dtype)

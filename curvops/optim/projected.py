@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvops._gram import mirror_
 from curvops._scalars import accumulation_dtype, wide
-from curvops.kfac.rules._base import mirror_
 from curvops.kfac.sites import Site
 from curvops.kfac.statistics import Observation, by_datum, input_means
 from curvops.kfac.uses import Use
 from curvops.structured import StructuredMatrix
+from curvops.structured.pulled import Pulled, pulled, pulled_gram
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Moment:
     def __init__(self, M: StructuredMatrix) -> None:
         self.M = M
         self.gram: Tensor | None = None
-        self.projected: StructuredMatrix | None = None
+        self.pulled: Pulled | None = None
 
     def wants(self, rows: int) -> str:
         """Return which sum of so many rows to add: ``"gram"``, ``"squares"`` or ``"rows"``."""
@@ -53,8 +54,8 @@ class Moment:
 
     def add_rows(self, X: Tensor) -> None:
         """Add ``X [G, d, n]``."""
-        new = self.M.gram_through(X.to(self.M.torch_dtype))
-        self.projected = new if self.projected is None else self.projected.add(new)
+        new = pulled(self.M, X.to(self.M.torch_dtype))
+        self.pulled = new if self.pulled is None else self.pulled.plus(new)
 
     def sums(self, size: tuple[int, ...], like: Tensor) -> Tensor:
         """Return the gram or the squares, to add to."""
@@ -66,20 +67,20 @@ class Moment:
         """Add another sum, seen through the same matrix."""
         if other.gram is not None:
             self.gram = other.gram if self.gram is None else self.gram + other.gram
-        if other.projected is not None:
-            self.projected = other.projected if self.projected is None else self.projected.add(other.projected)
+        if other.pulled is not None:
+            self.pulled = other.pulled if self.pulled is None else self.pulled.plus(other.pulled)
 
     @property
     def fed(self) -> bool:
         """Whether anything was added."""
-        return self.gram is not None or self.projected is not None
+        return self.gram is not None or self.pulled is not None
 
-    def value(self) -> StructuredMatrix:
+    def value(self) -> Pulled:
         """Return what was added."""
-        parts = [] if self.projected is None else [self.projected]
+        parts = [] if self.pulled is None else [self.pulled]
         if self.gram is not None:
-            parts.append(self.M.congruence(self.gram.to(self.M.torch_dtype)))
-        return parts[0] if len(parts) == 1 else parts[0].add(parts[1])
+            parts.append(pulled_gram(self.M, self.gram.to(self.M.torch_dtype)))
+        return parts[0] if len(parts) == 1 else parts[0].plus(parts[1])
 
 
 @dataclass(eq=False)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
+from curvops import _gram
 from curvops._scalars import accumulation_dtype, wide
 
 
 def mm(A: Tensor, B: Tensor) -> Tensor:
     """Return ``A @ B`` of batches with the same leading axes, in their own dtype."""
     if _autocasts(A):
-        with torch.autocast(A.device.type, enabled=False):  # autocast is for models: matrices keep their precision
+        with no_autocast(A):
             return mm(A, B)
     # A batch of one goes through the same kernel as one matrix: faster, and equal to the last bit.
     if A.ndim > 2 and A.shape[:-2].numel() == 1:
@@ -19,19 +22,33 @@ def mm(A: Tensor, B: Tensor) -> Tensor:
     return A @ B
 
 
+def outer(X: Tensor, Y: Tensor | None = None) -> Tensor:
+    """Return ``X X'`` of ``X [*batch, d, L]``; or ``X Y'``, where that is symmetric: from 256 on half of it is multiplied."""
+    if X.shape[-2] < 256:
+        return mm(X, (X if Y is None else Y).mT)
+    with no_autocast(X):
+        return _gram.outer(X, Y)
+
+
+def no_autocast(t: Tensor) -> AbstractContextManager:
+    """Autocast is for models: matrices keep their precision."""
+    return torch.autocast(t.device.type, enabled=False) if _autocasts(t) else nullcontext()
+
+
 def _autocasts(t: Tensor) -> bool:
     kind = t.device.type
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
-def plus_mm(C: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """Return ``C + A @ B`` of batches with the same leading axes, in one kernel where there are none."""
-    if A.ndim > 2:
-        return C + mm(A, B)
+def plus_mm(C: Tensor, A: Tensor, B: Tensor, alpha: float = 1.0) -> Tensor:
+    """Return ``C + alpha A @ B`` of batches with the same leading axes, in one kernel where there are none."""
     if _autocasts(A):
-        with torch.autocast(A.device.type, enabled=False):
-            return torch.addmm(C, A, B)
-    return torch.addmm(C, A, B)
+        with no_autocast(A):
+            return plus_mm(C, A, B, alpha)
+    if A.ndim > 2 and A.shape[:-2].numel() == 1:
+        C2, A2, B2 = (t.reshape(t.shape[-2:]) for t in (C, A, B))
+        return torch.addmm(C2, A2, B2, alpha=alpha).reshape(C.shape)
+    return torch.add(C, A @ B, alpha=alpha) if A.ndim > 2 else torch.addmm(C, A, B, alpha=alpha)
 
 
 def spread(s: Tensor, t: Tensor) -> Tensor:

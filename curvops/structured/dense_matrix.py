@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from curvops.structured._batched import diagonal, mm, on_diagonal, own
+from curvops.structured._batched import diagonal, mm, on_diagonal, outer, own, plus_mm, scaled
 from curvops.structured.matrix import StructuredMatrix, _check_tensor
 
 
@@ -39,10 +39,10 @@ class DenseMatrix(StructuredMatrix):
         return self._like(M=own(S))
 
     def _gram(self, X: Tensor) -> DenseMatrix:
-        return self._like(M=mm(X, X.mT))
+        return self._like(M=outer(X))
 
     def _self_gram(self) -> DenseMatrix:
-        return self._like(M=mm(self.M.mT, self.M))
+        return self._like(M=outer(self.M.mT))
 
     def _gram_through(self, X: Tensor) -> DenseMatrix:
         return self._like(M=through(self.M, X))
@@ -51,6 +51,14 @@ class DenseMatrix(StructuredMatrix):
         """Return ``M' U M`` for symmetric ``U [*batch, dim, dim]``."""
         M = self._wide().M
         return self._like(M=sandwiched(M, self._checked_gram(U).to(M.dtype)).to(self.torch_dtype))
+
+    def minus_product(self, other: DenseMatrix, step: float | Tensor) -> DenseMatrix:
+        """Return ``self - step self @ other``; ``step`` is a number, or a tensor with one for each batch member."""
+        other, step = self._checked(other, "multiply"), self._factor(step)
+        left = self.M
+        if isinstance(step, Tensor):  # not `alpha=`: torch would ask the device for its value
+            left, step = scaled(left, step), 1.0
+        return self._like(M=plus_mm(self.M, left, other.M, alpha=-step))
 
     def _shifted(self, c: float | Tensor) -> DenseMatrix:
         return self._like(M=on_diagonal(self.M, c))
@@ -67,11 +75,11 @@ def through(M: Tensor, X: Tensor) -> Tensor:
     d, n = X.shape[-2:]
     # 2 d^2 n multiplications in one order, d^2 n + 2 d^3 in the other: 56 ms instead of 340 for n = 32768, d = 288.
     if n > 2 * d:
-        return sandwiched(M, mm(X, X.mT))
+        return sandwiched(M, outer(X))
     S = mm(M.mT, X)
-    return mm(S, S.mT)
+    return outer(S)
 
 
 def sandwiched(M: Tensor, U: Tensor) -> Tensor:
-    """Return ``M' U M``."""
-    return mm(M.mT, mm(U, M))
+    """Return ``M' U M`` for symmetric ``U``."""
+    return outer(M.mT, mm(U, M).mT)

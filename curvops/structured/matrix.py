@@ -267,6 +267,10 @@ class StructuredMatrix(LinearOperator):
         other, alpha = self._checked(other, "add"), self._factor(alpha)
         return self._from(lambda t, o: plus(t, o, alpha), self, other)
 
+    def minus_product(self: Self, other: Self, step: float | Tensor) -> Self:
+        """Return ``self - step self @ other``; ``step`` is a number, or a tensor with one for each batch member."""
+        return self.add(self.compose(other), alpha=-step)
+
     def shift(self: Self, c: float | Tensor) -> Self:
         """Return ``M + c I``; ``c`` is a number, or a tensor with one for each batch member."""
         return self._shifted(self._factor(c))

@@ -24,7 +24,8 @@ from math import inf, prod
 import torch
 from torch import Tensor
 
-from curvops.kfac.rules._base import accumulation_dtype, block_rows, mirror_
+from curvops._gram import block_rows, mirror_
+from curvops._scalars import accumulation_dtype
 from curvops.kfac.rules.windows import Axis, add_channel_gram_, add_patch_gram_, pad, patches
 
 _COPY = 130  #: multiplications that cost as much as copying one number into a product, or out of it

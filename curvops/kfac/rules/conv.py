@@ -10,7 +10,8 @@ import torch
 from einconv.utils import get_conv_paddings
 from torch import Tensor, nn
 
-from curvops.kfac.rules._base import Form, Operation, accumulation_dtype, mirror_, register, wide
+from curvops._gram import mirror_
+from curvops.kfac.rules._base import Form, Operation, accumulation_dtype, register, wide
 from curvops.kfac.rules.autocorrelation import add_window_gram_
 from curvops.kfac.rules.windows import Axis, add_channel_gram_, patches, window_sums
 

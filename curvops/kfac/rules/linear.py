@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvops.kfac.rules._base import Form, Operation, add_outer_, register, wide
+from curvops._gram import add_outer_
+from curvops.kfac.rules._base import Form, Operation, register, wide
 
 Tracked = Callable[[Tensor], bool]
 

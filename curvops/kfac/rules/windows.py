@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvops.kfac.rules._base import add_outer_, wide
+from curvops._gram import add_outer_
+from curvops.kfac.rules._base import wide
 
 _CACHED = 2**22  #: numbers that are copied at a time on their way into a product, small enough for caches
 

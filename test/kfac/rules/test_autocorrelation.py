@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from curvops._gram import mirror_
 from curvops.kfac.rules import autocorrelation, windows
-from curvops.kfac.rules._base import mirror_
 from curvops.kfac.rules.autocorrelation import add_autocorrelation_, add_window_gram_
 from curvops.kfac.rules.windows import Axis
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from curvops._gram import mirror_
 from curvops.kfac.rules import windows
-from curvops.kfac.rules._base import mirror_
 from curvops.kfac.rules.windows import Axis, add_channel_gram_, add_patch_gram_, patches, window_sums
 
 
