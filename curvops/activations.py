@@ -16,19 +16,27 @@ from curvops._matrix_free import BatchOperator, Counts, Point, side_by_side, und
 from curvops._traceless import plain
 from curvops.risk import EmpiricalRisk
 
-Activation = str | tuple[str, str]
+Activation = str | nn.Module | tuple[str | nn.Module, str]
+
+
+def named(model: nn.Module, activation: Activation) -> tuple[str, str]:
+    """Return the name of a module and the side of it, ``"input"`` or ``"output"``, or raise."""
+    module, side = activation if isinstance(activation, tuple) and len(activation) == 2 else (activation, "output")
+    names: dict[Any, str] = {known: name for name, known in model.named_modules()}
+    name = names.get(module) if isinstance(module, nn.Module) else module
+    if name not in names.values() or side not in ("input", "output"):
+        raise ValueError(
+            f"activation: found {activation!r}, expected a module of the model or its name, or a pair of that and 'input' or "
+            f"'output'; the model has the modules {[n for n in names.values() if n]}."
+        )
+    return str(name), side
 
 
 @contextmanager
 def shifted(model: nn.Module, activation: Activation, use: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replace the activation by ``use(activation)`` while the model runs."""
-    name, side = (activation, "output") if isinstance(activation, str) else activation
+    name, side = named(model, activation)
     modules = dict(model.named_modules())
-    if name not in modules or side not in ("input", "output"):
-        raise ValueError(
-            f"activation: found {activation!r}, expected the name of a module, or (name, 'input' or 'output'); the model "
-            f"has the modules {[n for n in modules if n]}."
-        )
 
     def at_output(module: nn.Module, args: Any, out: Any) -> Any:
         return (use(out[0]), *out[1:]) if isinstance(out, tuple) else use(out)
@@ -63,7 +71,7 @@ class _ActivationOperator(BatchOperator):
         risk = EmpiricalRisk(model, loss, dict(model.named_parameters()), data, **keywords)
         if check_deterministic:
             risk.check_deterministic()
-        self._activation = activation
+        self._activation = named(model, activation)
         self._shapes = self._activation_shapes(risk)
         shape = side_by_side(self._shapes)
         super().__init__(risk, (shape,), (shape,), symmetric=True)

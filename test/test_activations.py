@@ -55,7 +55,7 @@ def test_R2_the_contract():
 def test_no_hook_is_left_behind_and_bad_names_are_refused():
     model, loss, data, _, _ = problem()
     before = state(model)
-    with pytest.raises(ValueError, match="name of a module"):
+    with pytest.raises(ValueError, match="expected a module of the model or its name"):
         ActivationGGNLinearOperator(model, loss, "nothing", data)
     twice = nn.Sequential(model[1], model[1])
     with pytest.raises(ValueError, match="more than once"):
@@ -64,6 +64,11 @@ def test_no_hook_is_left_behind_and_bad_names_are_refused():
     with op.cached():
         op @ torch.ones(op.shape[1])
     assert state(model) == before
+    for wrong in (nn.Tanh(), ("1", "inside"), 3, ("1",)):
+        with pytest.raises(ValueError, match="activation: found"):
+            ActivationGGNLinearOperator(model, loss, wrong, data)
+    for right in (model[1], (model[1], "output")):
+        torch.testing.assert_close(ActivationHessianLinearOperator(model, loss, right, data).to_dense(), op.to_dense())
     with pytest.raises(TypeError, match="module"):
         ActivationGGNLinearOperator(lambda p, x: x, loss, "1", data)
 

@@ -48,6 +48,12 @@ class Eigenpairs:
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.values, self.vectors))
 
+    def __repr__(self) -> str:
+        first = ", ".join(f"{v:.6g}" for v in self.values[:5].tolist()) + (", ..." if len(self.values) > 5 else "")
+        state = "all converged" if self.converged.all() else f"{int(self.converged.sum())} converged"
+        largest = f"{self.residuals.max().item():.2g}" if len(self.residuals) else "0"
+        return f"<{len(self.values)} eigenpairs: {first}; residuals at most {largest}, {state}, {self.num_matvecs} products>"
+
 
 def top_eigenpairs(
     A: Any,
@@ -167,6 +173,13 @@ def _cholesky(Q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.cholesky(Q @ Q.T), Q
 
 
+def _beyond(W: Tensor, S: Tensor, eps: float) -> Tensor:
+    """Return orthonormal rows for what rows ``W`` hold beyond the orthonormal rows ``S``, if it is more than rounding."""
+    for _ in range(2):
+        W = W - (W @ S.T) @ S
+    return _orthonormal(W, S, _NOISE * eps * W.norm().item())[0]
+
+
 def _random(products: Operand, seed: int, stream: int, n: int, against: Tensor) -> Tensor:
     """Return ``n`` orthonormal random rows, orthogonal to others."""
     W = products.probes("normal", seed, (7, stream), 0, n)
@@ -205,7 +218,7 @@ def _lanczos(products: Operand, goal: _Goal, ncv: int, block: int) -> Eigenpairs
         if done or room == 0 or (products.count + min(block, room) > goal.limit and len(wanted) == goal.k):
             vectors = S[:, wanted].T.to(V) @ V
             return goal.pairs(values[wanted], vectors, residuals[wanted], scale, products)
-        if len(V) + block > ncv:
+        if len(V) + min(block, room) > ncv:
             kept = order[: min(goal.k + (ncv - goal.k) // 2, ncv - block)]
             V, H = S[:, kept].T.to(V) @ V, values[kept].diag()
         if len(Q) < min(block, room):
@@ -239,9 +252,11 @@ def _lobpcg(products: Operand, goal: _Goal, preconditioner: Any, which: str) -> 
         if done or len(S) == N or products.count + m + goal.k > goal.limit:
             break
         W = R[active] if M is None else M(R[active].to(M.dtype)).to(S)
-        for _ in range(2):
-            W = W - (W @ S.T) @ S
-        W, _ = _orthonormal(W, S, _NOISE * eps * W.norm().item())
+        W = _beyond(W, S, eps)
+        if len(W) == 0 and M is not None:  # a preconditioner that maps residuals to what is known already: do without
+            W = _beyond(R[active], S, eps)
+        if len(W) == 0:
+            break
         S, AS = torch.cat([S, W]), torch.cat([AS, products(W)])
     X, values = S[: goal.k], values[: goal.k]
     residuals = (products(X) - values[:, None].to(X) * X).norm(dim=1).double()  # by fresh products, not by updated ones

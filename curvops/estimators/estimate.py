@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,39 @@ class Estimate:
         quantile = float(stdtrit(max(self.num_samples - 1, 1), (1 + level) / 2))
         return self.value - quantile * self.stderr, self.value + quantile * self.stderr
 
+    def item(self) -> float:
+        """Return a single value as a number."""
+        return self.value.item()
+
     def __float__(self) -> float:
         return float(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.item():{spec}} ± {self.stderr.item():{spec}}" if spec else repr(self)
+
+    # Numbers are exact. Two estimates may share samples, so their sum has no standard error that is known here.
+    def __mul__(self, factor: float) -> Estimate:
+        factor = _number(factor, "multiply")
+        return replace(self, value=self.value * factor, stderr=self.stderr * abs(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Estimate:
+        return self * (1.0 / _number(divisor, "divide"))
+
+    def __add__(self, other: float) -> Estimate:
+        return replace(self, value=self.value + _number(other, "add"))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: float) -> Estimate:
+        return self + -_number(other, "subtract")
+
+    def __rsub__(self, other: float) -> Estimate:
+        return -self + other
+
+    def __neg__(self) -> Estimate:
+        return self * -1.0
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.value.cpu().numpy(), dtype=dtype)
@@ -59,6 +91,17 @@ class Estimate:
         shape = "x".join(map(str, self.value.shape))
         largest = f"{self.stderr.max().item():.2g}" if self.stderr.numel() else "0"
         return f"Estimate of {shape} values, each ± {largest} at most {after}"
+
+
+def _number(x: Any, what: str) -> float:
+    if isinstance(x, Estimate):
+        raise TypeError(
+            f"Cannot {what} two estimates: they may share samples, so the standard error is unknown. Estimate of the sum of "
+            "the operators instead, or use their .value."
+        )
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"Cannot {what} an estimate and {x!r}, expected a number.")
+    return float(x)
 
 
 def exact(value: Tensor, num_matvecs: int, converged: bool | None = None) -> Estimate:

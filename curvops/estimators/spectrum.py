@@ -44,6 +44,10 @@ class Density:
     def __len__(self) -> int:
         return 2
 
+    def __repr__(self) -> str:
+        low, high = self.grid[0].item(), self.grid[-1].item()
+        return f"<density on {len(self.grid)} points from {low:.4g} to {high:.4g}>"
+
 
 class LanczosSpectrum:
     """What Lanczos processes say about the spectrum of a symmetric operator, for as many questions as wanted.

@@ -148,3 +148,28 @@ def test_bad_input(name: str) -> None:
     question, text = BAD[name]
     with pytest.raises(ValueError, match=text):
         question()
+
+
+@pytest.mark.parametrize(
+    ("method", "which"), [("lanczos", w) for w in ("LM", "LA", "SA")] + [("lobpcg", "LA"), ("lobpcg", "SA")]
+)
+def test_R5_small_operators_keep_all_that_is_wanted(method: str, which: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n in range(1, 13):
+        M = torch.randn(n, n, dtype=F64, generator=generator)
+        M = M + M.T
+        values = torch.linalg.eigvalsh(M)
+        order = {
+            "LM": values.abs().argsort(descending=True),
+            "LA": values.argsort(descending=True),
+            "SA": values.argsort(),
+        }
+        for k in range(1, n + 1):
+            found = top_eigenpairs(M, k, which, method, tol=1e-10).values
+            torch.testing.assert_close(found, values[order[which][:k]], rtol=0, atol=1e-9 * values.abs().max())
+
+
+def test_pairs_print_in_one_line() -> None:
+    text = repr(top_eigenpairs(torch.diag(torch.arange(9.0, dtype=F64)), 6))
+    assert "6 eigenpairs: 8, 7, 6, 5, 4, ...; residuals at most" in text
+    assert "all converged" in text

@@ -266,6 +266,19 @@ def test_R4_an_estimate_is_a_number() -> None:
     assert np.asarray(vector, dtype=np.float32).dtype == np.float32
     low, high = scalar.interval(0.95)
     torch.testing.assert_close(high - low, torch.tensor(2 * 3.182446305284263 * 0.25, dtype=F64), rtol=1e-9, atol=0)
+    for found, value, stderr in (
+        (2 * scalar, 5.0, 0.5),
+        (scalar / -5, -0.5, 0.05),
+        (scalar + 1, 3.5, 0.25),
+        (1 - scalar, -1.5, 0.25),
+        (-scalar - 0.5, -3.0, 0.25),
+    ):
+        assert (found.item(), found.stderr.item()) == (value, stderr)
+    assert f"{scalar:.2f}" == "2.50 ± 0.25"
+    assert f"{scalar}" == repr(scalar)
+    for bad in (lambda: scalar + scalar, lambda: scalar * scalar, lambda: scalar - "1", lambda: scalar / True):
+        with pytest.raises(TypeError, match="estimate"):
+            bad()
     with pytest.raises(ValueError, match="expected a probability"):
         scalar.interval(95)
 
