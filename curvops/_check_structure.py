@@ -166,7 +166,7 @@ def _matrices(A: Any, B: Any, draw: Callable) -> Iterator[tuple[str, Any, Tensor
         yield "gram of transposed rows", cls.gram(transposed), gram(W), sizes(X, X.mT)
     if cls.congruence is not StructuredMatrix.congruence:
         U = S.diagonal(dim1=-2, dim2=-1) if cls.MOMENT == "squares" else S
-        yield "congruence", A.congruence(U), projected(M.mT @ S.double() @ M), sizes(M.mT, S, M)
+        yield "congruence", A.congruence(U.clone()), projected(M.mT @ S.double() @ M), sizes(M.mT, S, M)
     yield "A + B", A + B, M + N, M.abs() + N.abs()
     yield "A - B", A - B, M - N, M.abs() + N.abs()
     yield "add with a number", A.add(B, -0.3), M - 0.3 * N, M.abs() + N.abs()

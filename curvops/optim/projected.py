@@ -48,8 +48,8 @@ class Moment:
 
     def wants(self, rows: int) -> str:
         """Return which sum of so many rows to add: ``"gram"``, ``"squares"`` or ``"rows"``."""
-        # A gram costs 2 d^3 once at the end, the rows d^2 n more on the way.
-        few = self.M.MOMENT == "gram" and rows <= 2 * self.M.dim
+        # A gram costs d^3 once at the end, the rows d^2 n more on the way; and they are larger, if they are many.
+        few = self.M.MOMENT == "gram" and rows <= self.M.dim
         return "rows" if few else self.M.MOMENT
 
     def add_rows(self, X: Tensor) -> None:

@@ -82,7 +82,7 @@ class StructuredMatrix(LinearOperator):
         return self._gram(self._adjoint_times(X))
 
     def congruence(self: Self, U: Tensor) -> Self:
-        """Return ``Π(M' X X' M)``, given what ``MOMENT`` says of ``X X'``."""
+        """Return ``Π(M' X X' M)``, given what ``MOMENT`` says of ``X X'``, whose memory may be used."""
         raise NotImplementedError(f"A {type(self).__name__} needs X itself, not sums over it; use gram_through(X).")
 
     @abstractmethod
