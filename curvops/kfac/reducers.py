@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from weakref import ReferenceType, ref
 
 from torch import Tensor
 
@@ -222,7 +223,7 @@ class Kept:
     def __init__(self, budget: float) -> None:
         self._budget = budget
         self._held: dict[int, int] = {}  # bytes of storages
-        self._own: dict[tuple, Tensor] = {}  # copies of inputs that were only lent, by where those are
+        self._own: dict[tuple, tuple[ReferenceType[Source], Tensor]] = {}  # copies of inputs that were only lent, by where those are
         self.blocks: list[tuple[Hashable, Block]] | None = []
 
     def add(self, key: Hashable, block: Block) -> None:
@@ -235,9 +236,9 @@ class Kept:
             return source
         x = source.x
         place = x.data_ptr(), x.dtype, x.shape, x.stride()
-        if place not in self._own:
-            self._own[place] = x.clone()
-        return replace(source, x=self._own[place], lent=False)
+        if place not in self._own or self._own[place][0]() is None:  # of another batch: other numbers may be there
+            self._own[place] = ref(source), x.clone()
+        return replace(source, x=self._own[place][1], lent=False)
 
     def merge(self, other: Kept) -> None:
         """Keep the blocks of other data."""

@@ -113,15 +113,19 @@ class Observer:
     def _exit(self, output: Any, failed: bool) -> None:
         window = self._open.pop()
         if window is None:
-            outer = next((w for w in reversed(self._open) if w is not None), None)
-            if outer is not None and output is not None:
-                outer.output = output
-            return
+            # A call of the whole model inside `observing` completes the pass: its backward pass may follow inside, too.
+            if not self._open or self._open[-1] is None or failed:
+                return
+            window, self._open[-1] = self._open[-1], None
         window.stack.close()
-        output = window.output if output is None else output
         if failed:
             window.seen.keep([])
             return
+        if window.late:
+            raise RuntimeError(
+                "A backward pass ran inside `observe()` before the forward pass was complete. The model is not called as a "
+                "whole there, so leave the block before the backward pass."
+            )
         with torch.autocast(_device(self._params).type, enabled=False):
             self._settle(window, _tensors(output))
 
@@ -200,6 +204,8 @@ class Observer:
 
     @torch.no_grad()
     def _accumulated(self, name: str) -> None:
+        for window in filter(None, self._open):
+            window.late |= window.seen.waits_for(name)
         if not self._live or name in self.uncovered:
             return
         with torch.autocast(_device(self._params).type, enabled=False):
@@ -215,7 +221,7 @@ class _Window:
 
     seen: ForwardPass
     params: Mapping[str, Tensor]
-    output: Any = None
+    late: bool = False
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:

@@ -88,6 +88,11 @@ class ForwardPass:
         """Hold the gradient of an output until it is known what for."""
         self._staged[use] = backward_pass(), gradient.detach().reshape(use.shape)
 
+    def waits_for(self, name: str) -> bool:
+        """Whether gradients of this backward pass have come for a parameter."""
+        now = backward_pass()
+        return any(name in use.names and pass_ == now for use, (pass_, _) in self._staged.items())
+
     def sites_of(self, name: str) -> list[Site]:
         """Return the blocks that are complete once the gradient of a parameter is."""
         if self._sites is None:
