@@ -223,7 +223,8 @@ class Kept:
     def __init__(self, budget: float) -> None:
         self._budget = budget
         self._held: dict[int, int] = {}  # bytes of storages
-        self._own: dict[tuple, tuple[ReferenceType[Source], Tensor]] = {}  # copies of inputs that were only lent, by where those are
+        #: Copies of inputs that were only lent, by where those are.
+        self._own: dict[tuple, tuple[ReferenceType[Source], Tensor]] = {}
         self.blocks: list[tuple[Hashable, Block]] | None = []
 
     def add(self, key: Hashable, block: Block) -> None:

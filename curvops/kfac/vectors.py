@@ -117,6 +117,7 @@ class Batch:
         output: The prediction, attached to the graph.
         vectors: The output vectors.
         num_data, terms: ``N`` data with ``T`` loss terms each.
+        lent: The graph is the user's, and stays.
     """
 
     uses: list[Use]
@@ -124,6 +125,7 @@ class Batch:
     vectors: Vectors
     num_data: int
     terms: int
+    lent: bool = False
 
     def backward(self, vector: Tensor, visit: Callable[[Use, Tensor], None], *, keep: bool = True) -> None:
         """Send ``vector`` back; call ``visit`` with every use and the gradient of its output as soon as it is there.
@@ -138,7 +140,7 @@ class Batch:
         handles = [use.edge.node.register_prehook(partial(_arrived, use, visit)) for use in between]
         try:
             edges = [use.edge for use in last]
-            grads = torch.autograd.grad(self.output, edges, vector, retain_graph=keep, allow_unused=True)
+            grads = torch.autograd.grad(self.output, edges, vector, retain_graph=keep or self.lent, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()

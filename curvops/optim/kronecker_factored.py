@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvops._algebra import Identity
 from curvops._operator import LinearOperator
-from curvops._scalars import accumulation_dtype
+from curvops._scalars import accumulation_dtype, wide
 from curvops.kfac.ekfac import EKFACLinearOperator
 from curvops.kfac.estimate import Estimate
 from curvops.kfac.gradients import Gradients, Together
@@ -151,12 +151,13 @@ class KroneckerFactored:
             old, self.solutions[block] = self.solutions.get(block), self._held(block, new[block.label])
             if self._corrected:
                 values = products(new[block.label]) if old is None else seen_from(new[block.label], old)
-                self.solutions[block] = replace(self.solutions[block], values=values)
+                found = self.solutions[block]
+                self.solutions[block] = replace(found, values=values.to(found.B.dtype))
         for block, squares in self._squares.items():
             if block in self.solutions:
                 found = self._solution(block)
-                mean = torch.lerp(found.values, squares(found).to(found.values), self._weights[block].to(found.values))
-                self.solutions[block] = replace(found, values=torch.where(self._ok, mean, found.values))
+                mean = torch.lerp(wide(found.values), wide(squares(found)).to(wide(found.values)), self._weights[block])
+                self.solutions[block] = replace(found, values=torch.where(self._ok, mean.to(found.values), found.values))
         self._fresh, self._squares, self._weights = False, {}, {}
 
     def _decomposed(self, blocks: list[Block], damping: float | Tensor) -> dict[str, Solution]:
@@ -329,7 +330,9 @@ def _factors(statistic: Any) -> Factors:
 
 def _squares(batches: list[Any], scale: Tensor | float, found: Solution) -> Tensor:
     """Return the second moments of gradients in eigenvectors."""
-    squares = Squares({None: (found.B, found.A)})
+    held = next(t.dtype for block in batches for t in block.tensors())
+    basis = (Q if Q is None else Q.to(accumulation_dtype(held)) for Q in (found.B, found.A))
+    squares = Squares({None: tuple(basis)})  # type: ignore[dict-item]
     for block in batches:
         squares.add(None, block)
     return scale * squares.sums[None]

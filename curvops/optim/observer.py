@@ -103,12 +103,12 @@ class Observer:
 
     # ---- what hooks call --------------------------------------------------------------------
     def _enter(self) -> None:
-        window = None
+        self._open.append(None)  # whatever happens below, the exit finds its entry
         if not any(self._open) and torch.is_grad_enabled() and self._wanted():
             window = _Window(ForwardPass(self._separate), self._params)
             window.stack.enter_context(eager())  # a compiled model would run past the recorder
             window.stack.enter_context(window.recorder)
-        self._open.append(window)
+            self._open[-1] = window
 
     def _exit(self, output: Any, failed: bool) -> None:
         window = self._open.pop()
@@ -171,7 +171,7 @@ class Observer:
         view = loss.view(loss.prepare(output).detach(), hints.y)
         vectors = Vectors(hints.fisher, view, self._drawn)
         self._drawn += view.N
-        batch = Batch(uses, loss.prepare(output), vectors, view.N, view.T)
+        batch = Batch(uses, loss.prepare(output), vectors, view.N, view.T, lent=True)
         sharing = Sharing(hints.fisher, self._by_datum)
         self.statistic.merge(sharing.feed(batch, find_sites(uses, self._separate), self._make))
         normalizer = float(view.normalizer) if loss.reduction == "mean" else 0.0
