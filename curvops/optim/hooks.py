@@ -45,7 +45,8 @@ def _call(observer: Any, method: str, args: tuple) -> None:
         observer._accumulated(*args)
 
 
-def attach(observer: Any, model: nn.Module, params: Mapping[str, Tensor]) -> list[Any]:
+def attach(observer: Any, model: nn.Module) -> list[Any]:
+    """Hook an observer to the calls of a model; return the handles, to which others may be added."""
     root = getattr(model, "_orig_mod", model)
     for hook in root._forward_pre_hooks.values():
         if isinstance(hook, Hook) and hook.observer() is not None:
@@ -58,9 +59,14 @@ def attach(observer: Any, model: nn.Module, params: Mapping[str, Tensor]) -> lis
         root.register_forward_pre_hook(Hook(observer, "enter")),
         root.register_forward_hook(Hook(observer, "exit"), always_call=True),
     ]
-    handles += [p.register_post_accumulate_grad_hook(_accumulated_hook(observer, n)) for n, p in params.items()]
     weakref.finalize(observer, _remove, handles)
     return handles
+
+
+def attach_to_gradients(observer: Any, params: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Hook an observer to the gradients of those parameters that have some; return a handle for each."""
+    trained = {n: p for n, p in params.items() if p.requires_grad}
+    return {n: p.register_post_accumulate_grad_hook(_accumulated_hook(observer, n)) for n, p in trained.items()}
 
 
 def _accumulated_hook(observer: Any, name: str) -> Callable[[Tensor], None]:

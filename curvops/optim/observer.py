@@ -25,7 +25,7 @@ from curvops.kfac.statistics import Statistic
 from curvops.kfac.uses import Use, without
 from curvops.kfac.vectors import Batch, Vectors
 from curvops.losses import output_loss
-from curvops.optim.hooks import attach
+from curvops.optim.hooks import attach, attach_to_gradients
 from curvops.optim.passes import Counts, ForwardPass, Hints, count
 
 
@@ -65,7 +65,9 @@ class Observer:
         self._drawn = 0
         self.uncovered: dict[str, str] = {}
         self.reset()
-        self._handles = attach(self, model, self._params)
+        self._handles = attach(self, model)
+        self._watched: set[str] = set()
+        self._watch_gradients()
 
     def reset(self) -> None:
         """Forget everything: what was committed, and what is still on its way."""
@@ -75,6 +77,14 @@ class Observer:
     def forget_committed(self) -> None:
         """Forget what was committed: the gradients that it belongs to are gone."""
         self.statistic, self.counts = self._make(), Counts()
+
+    def _watch_gradients(self) -> None:
+        """Watch the gradients of parameters, also of those that were frozen until now."""
+        missing = {n: p for n, p in self._params.items() if n not in self._watched and p.requires_grad}
+        if missing:
+            handles = attach_to_gradients(self, missing)
+            self._handles += handles.values()
+            self._watched |= handles.keys()
 
     def close(self) -> None:
         """Remove every hook."""
@@ -105,6 +115,7 @@ class Observer:
     def _enter(self) -> None:
         self._open.append(None)  # whatever happens below, the exit finds its entry
         if not any(self._open) and torch.is_grad_enabled() and self._wanted():
+            self._watch_gradients()
             window = _Window(ForwardPass(self._separate), self._params)
             window.stack.enter_context(eager())  # a compiled model would run past the recorder
             window.stack.enter_context(window.recorder)
@@ -194,9 +205,10 @@ class Observer:
 
     def _prove(self, recorder: Recorder, output: Tensor) -> None:
         """Insist that no use of a parameter was missed; a parameter for which that fails is uncovered."""
+        frozen = {n for n, p in self._params.items() if not p.requires_grad}  # until further notice
         while True:
             try:
-                recorder.check(output, self.uncovered)
+                recorder.check(output, {*self.uncovered, *frozen})
             except Escaped as escaped:
                 self.uncovered[escaped.name] = str(escaped)
             else:

@@ -118,6 +118,7 @@ def _check(group: dict[str, Any]) -> None:
     for what in group["structures"]:
         structure(what)
     group["kfac_approx"] = choice("kfac_approx", group["kfac_approx"], KFACType)
-    for dtype in group["preconditioner_dtype"]:
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"preconditioner_dtype: found {dtype!r}, expected a floating point dtype or None, twice.")
+    dtypes = group["preconditioner_dtype"]
+    pair = isinstance(dtypes, tuple | list) and len(dtypes) == 2
+    if not pair or not all(d is None or (isinstance(d, torch.dtype) and d.is_floating_point) for d in dtypes):
+        raise ValueError(f"preconditioner_dtype: found {dtypes!r}, expected a pair of floating point dtypes or None.")
