@@ -37,6 +37,9 @@ class LevenbergMarquardt:
         self._factor, self._least, self._most = factor, least, most
         self._predicted: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"LevenbergMarquardt({float(self.damping):.4g}, factor={self._factor})"
+
     def expect(self, change: Tensor) -> None:
         """Take note of the change of the loss that the model predicts for a step."""
         self._predicted = change

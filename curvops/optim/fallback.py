@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,7 @@ class Fallback:
             first = self._first[name]
             group["lr"] = self._initial(name) * (self._group_of[name]["lr"] / first if first else 1.0)
         own = {name: params[name] for name in self.reasons}
+        _follow(optimizer, own.values())
         with _gradients(own, grads):
             if getattr(optimizer, "_step_supports_amp_scaling", False):
                 _step_where(optimizer, ok)
@@ -94,6 +95,15 @@ class Fallback:
             self.take(name, params[name], reason.partition(": ")[2])
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+
+
+def _follow(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+    """Bring what is kept for every entry of a parameter to where the parameter is now, as it is after ``model.to``."""
+    for p in params:
+        state = optimizer.state.get(p, {})
+        for name, t in state.items():
+            if isinstance(t, Tensor) and t.shape == p.shape and (t.dtype, t.device) != (p.dtype, p.device):
+                state[name] = t.to(p.device, p.dtype)
 
 
 @contextmanager

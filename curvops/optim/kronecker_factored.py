@@ -148,16 +148,20 @@ class KroneckerFactored:
         stale = [b for b in self.averages.of if due or not (b in self.solutions or self.patient)]
         new = self._decomposed(stale, damping)
         for block in stale:
-            old, self.solutions[block] = self.solutions.get(block), self._held(block, new[block.label])
+            old = self._solution(block) if block in self.solutions else None
+            self.solutions[block] = self._held(block, new[block.label])
             if self._corrected:
-                values = products(new[block.label]) if old is None else seen_from(new[block.label], old)
+                values = products(new[block.label]) if old is None else seen_from(self.solutions[block], old)
                 found = self.solutions[block]
                 self.solutions[block] = replace(found, values=values.to(found.B.dtype))
         for block, squares in self._squares.items():
             if block in self.solutions:
                 found = self._solution(block)
-                mean = torch.lerp(wide(found.values), wide(squares(found)).to(wide(found.values)), self._weights[block])
-                self.solutions[block] = replace(found, values=torch.where(self._ok, mean.to(found.values), found.values))
+                weight = self._weights[block].to(wide(found.values))
+                mean = torch.lerp(wide(found.values), wide(squares(found)).to(wide(found.values)), weight)
+                self.solutions[block] = replace(
+                    found, values=torch.where(self._ok, mean.to(found.values), found.values)
+                )
         self._fresh, self._squares, self._weights = False, {}, {}
 
     def _decomposed(self, blocks: list[Block], damping: float | Tensor) -> dict[str, Solution]:
@@ -172,16 +176,17 @@ class KroneckerFactored:
         return found
 
     def _held(self, block: Block, found: Solution) -> Solution:
-        """Return a decomposition in the dtype that it is kept in: float64 stays."""
-        dtype, now = self._options.inv_dtype, accumulation_dtype(block.parameter.dtype)
-        if dtype is None or (dtype.itemsize >= 4 and now.itemsize >= dtype.itemsize):
+        """Return a decomposition where the parameters of a block are now, in the dtype that it is kept in."""
+        kept, device = accumulation_dtype(block.parameter.dtype), block.parameter.device
+        if self._options.inv_dtype is not None:  # half precision if asked for; float64 stays
+            wider = torch.promote_types(kept, self._options.inv_dtype)
+            kept = wider if self._options.inv_dtype.itemsize >= 4 else self._options.inv_dtype
+        if (found.B.device, found.B.dtype) == (device, kept):
             return found
-        return found.map(lambda t: t.to(dtype))
+        return found.map(lambda t: t.to(device, kept))
 
     def _solution(self, block: Block) -> Solution:
-        """Return the decomposition of a block where its parameters are."""
-        found, device = self.solutions[block], block.parameter.device
-        return found if found.B.device == device else found.map(lambda t: t.to(device))
+        return self._held(block, self.solutions[block])
 
     def _clipped(self, P: dict[Block, Tensor], X: dict[Block, Tensor], step: int) -> dict[Block, Tensor]:
         """Scale all of it down so that the expected change of the prediction stays below ``kl_clip``."""

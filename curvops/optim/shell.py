@@ -210,12 +210,12 @@ class PreconditionedSGD(Optimizer):
             )
         groups = [{**live, **saved} for live, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)]
         before = self.param_groups
-        super().load_state_dict({"state": state_dict["state"], "param_groups": groups})
+        super().load_state_dict({"state": copied(state_dict["state"]), "param_groups": groups})
         for live, new in zip(before, self.param_groups, strict=True):  # blocks refer to the groups
             live.clear()
             live.update(new)
         self.param_groups = before
-        self._fallback.load_state_dict(state_dict["fallback"], self._params)
+        self._fallback.load_state_dict(copied(state_dict["fallback"]), self._params)
         self._engine.blocks.refused.update(self._fallback.reasons)
         self._engine.load_state_dict(state_dict)
 
@@ -240,6 +240,15 @@ def _names(groups: list[dict[str, Any]], model: nn.Module) -> dict[Tensor, str]:
             raise ValueError(f"params: found a tensor of shape {tuple(p.shape)} that is not a parameter of the model.")
         found[p] = names[id(p)]
     return found
+
+
+def copied(state: Any) -> Any:
+    """Return a state with tensors of its own."""
+    if isinstance(state, Mapping):
+        return {k: copied(v) for k, v in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(copied, state))
+    return state.clone() if isinstance(state, Tensor) else state
 
 
 def is_plain(value: Any) -> bool:

@@ -30,7 +30,11 @@ class Encoder(nn.Module):
 
     def forward(self, x):
         h = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1) + self.positions
-        h = self.encoder(h.transpose(0, 1)).transpose(0, 1) if not self.encoder.self_attn.batch_first else self.encoder(h)
+        h = (
+            self.encoder(h.transpose(0, 1)).transpose(0, 1)
+            if not self.encoder.self_attn.batch_first
+            else self.encoder(h)
+        )
         return self.head(h[:, 0] * self.scale)
 
 
