@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,6 +73,23 @@ def eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def skipped_by_compiler(f: Any) -> Any:
+    """Mark a function that compiled models call as it is; before it calls anything, it must switch the compiler off."""
+    import torch._dynamo
+
+    return torch._dynamo.decorators.skip(f)
+
+
+def compiler_switch() -> Callable[[Any], Any]:
+    """Return a function that sets the compiler of this thread (``None``: all runs as it is) and returns the one before.
+
+    It must be called from a skipped function itself: it is a builtin, and any Python function would be compiled.
+    """
+    import torch._dynamo
+
+    return torch._dynamo.eval_frame.set_eval_frame
 
 
 def forget_compiled() -> None:

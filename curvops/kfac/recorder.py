@@ -83,6 +83,8 @@ class Recorder(TorchFunctionMode):
         replaced: The tensors that they stand for, which the model must not use instead.
         allow_train_mode: Accept dropout and batch statistics.
         on_use: Told of every use as soon as it is seen.
+        on_checkpoint: Told of the autograd nodes of reentrant checkpoints, which hide what happens inside them; by default
+            they are refused.
 
     Attributes:
         uses: What was seen, in order of the forward pass.
@@ -96,9 +98,10 @@ class Recorder(TorchFunctionMode):
         *,
         allow_train_mode: bool = False,
         on_use: Callable[[Use], None] | None = None,
+        on_checkpoint: Callable[[Any], None] | None = None,
     ) -> None:
         super().__init__()
-        self._on_use = on_use
+        self._on_use, self._on_checkpoint = on_use, on_checkpoint
         self.uses: list[Use] = []
         self.unsupported: list[Unsupported] = []
         self._allow_train_mode = allow_train_mode
@@ -237,9 +240,10 @@ class Recorder(TorchFunctionMode):
         for source, target in edges:
             parents.setdefault(target, []).append(source)
         numbers: dict[str, list[int]] = {}
+        hidden = [node for node in {source: None for source, _ in edges} if "CheckpointFunction" in node.name()]
+        if hidden and self._on_checkpoint is None:
+            raise NotImplementedError(_REENTRANT.format(node=hidden[0].name()))
         for source, target in edges:
-            if "CheckpointFunction" in source.name():
-                raise NotImplementedError(_REENTRANT.format(node=source.name()))
             variable = id(getattr(target, "variable", None))
             if variable in replaced:
                 raise Escaped(replaced[variable], _STALE.format(name=replaced[variable], node=source.name()))
@@ -252,8 +256,10 @@ class Recorder(TorchFunctionMode):
         if name is not None and name not in besides:
             raise Escaped(name, _ESCAPED.format(name=name, node=_title(None)))
         for name, function in self._without_gradient.items():
-            if name not in numbers and name not in besides:
+            if name not in numbers and name not in besides and not hidden:
                 raise Escaped(name, _NO_GRADIENT.format(name=name, function=function))
+        for node in hidden:
+            self._on_checkpoint(node)
         nodes = {output.grad_fn, *(source for source, _ in edges)}
         self.uses = [u for u in self.uses if u.edge.node in nodes]
         self.unsupported = [

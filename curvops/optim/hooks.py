@@ -6,10 +6,11 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from curvops._traceless import forget_compiled
+from curvops._traceless import compiler_switch, forget_compiled, skipped_by_compiler
+
+_set_compiler = compiler_switch()
 
 
 class Hook:
@@ -25,24 +26,27 @@ class Hook:
     def __reduce__(self) -> Any:
         return Hook, (None, self.method)
 
+    @skipped_by_compiler
     def __call__(self, *args: Any) -> None:
         observer = self.observer()
-        if observer is not None:
-            _call(observer, self.method, self.given or args)
+        if observer is None:
+            return
+        if self.method == "accumulated":
+            observer._accumulated(*self.given)
+            return
+        # An observed pass runs as it is, also in the midst of a compiled model; nothing of ours is compiled, ever.
+        compiler = _set_compiler(None)
+        try:
+            if self.method == "enter":
+                compiler = observer._enter(compiler)
+            else:
+                compiler = observer._exit(args[-1], args[-1] is None, compiler)
+        finally:
+            _set_compiler(compiler)
 
 
 def _gone() -> None:
     return None
-
-
-@torch.compiler.disable
-def _call(observer: Any, method: str, args: tuple) -> None:
-    if method == "enter":
-        observer._enter()
-    elif method == "exit":
-        observer._exit(args[-1], failed=args[-1] is None)
-    else:
-        observer._accumulated(*args)
 
 
 def attach(observer: Any, model: nn.Module) -> list[Any]:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,26 +113,32 @@ class Observer:
             self._hints = before
 
     # ---- what hooks call --------------------------------------------------------------------
-    def _enter(self) -> None:
+    def _enter(self, compiler: Any = None) -> Any:
+        """Open a window, if it is time; return the compiler that goes on."""
         self._open.append(None)  # whatever happens below, the exit finds its entry
         if not any(self._open) and torch.is_grad_enabled() and self._wanted():
             self._watch_gradients()
-            window = _Window(ForwardPass(self._separate), self._params)
+            window = _Window(ForwardPass(self._separate), self._params, self._look_inside)
             window.stack.enter_context(eager())  # a compiled model would run past the recorder
             window.stack.enter_context(window.recorder)
+            window.compiler, compiler = compiler, None
             self._open[-1] = window
+        return compiler
 
-    def _exit(self, output: Any, failed: bool) -> None:
+    def _exit(self, output: Any, failed: bool, compiler: Any = None) -> Any:
+        """Close the window that was opened; return the compiler that goes on."""
         window = self._open.pop()
-        if window is None:
+        if window is not None:
+            compiler = window.compiler
+        else:
             # A call of the whole model inside `observing` completes the pass: its backward pass may follow inside, too.
             if not self._open or self._open[-1] is None or failed:
-                return
+                return compiler
             window, self._open[-1] = self._open[-1], None
         window.stack.close()
         if failed:
             window.seen.keep([])
-            return
+            return compiler
         if window.late:
             raise RuntimeError(
                 "A backward pass ran inside `observe()` before the forward pass was complete. The model is not called as a "
@@ -139,6 +146,7 @@ class Observer:
             )
         with torch.autocast(_device(self._params).type, enabled=False):
             self._settle(window, _tensors(output))
+        return compiler
 
     def _settle(self, window: _Window, outputs: list[Tensor]) -> None:
         recorder, seen = window.recorder, window.seen
@@ -158,6 +166,17 @@ class Observer:
             return
         seen.keep(uses)
         self._live.add(seen)
+
+    def _look_inside(self, seen: ForwardPass, node: Any) -> None:
+        """Watch what a reentrant checkpoint computes once more, in the middle of the backward pass."""
+        observer, inside = weakref.ref(self), ExitStack()
+
+        def begin(*_: Any) -> None:
+            if (own := observer()) is not None and seen in own._live:
+                inside.enter_context(Recorder(own._params, allow_train_mode=True, on_use=seen.note))
+
+        node.register_prehook(begin)
+        node.register_hook(lambda *_: inside.close())
 
     def _laid_out(self, uses: list[Use], output: Tensor) -> dict[Use, Layout | None]:
         """Find out where the data are in the rows of the uses; what was found once holds for batches of other sizes."""
@@ -233,11 +252,18 @@ class _Window:
 
     seen: ForwardPass
     params: Mapping[str, Tensor]
+    look_inside: Callable[[ForwardPass, Any], None]
     late: bool = False
+    compiler: Any = None
     stack: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self.recorder = Recorder(self.params, allow_train_mode=True, on_use=self.seen.note)
+        self.recorder = Recorder(
+            self.params,
+            allow_train_mode=True,
+            on_use=self.seen.note,
+            on_checkpoint=partial(self.look_inside, self.seen),
+        )
 
 
 def _device(params: Mapping[str, Tensor]) -> torch.device:

@@ -101,6 +101,11 @@ class ForwardPass:
                 self._sites.setdefault(site.name, []).append(site)
         return self._sites.get(name, [])
 
+    def _assumed(self, use: Use) -> Layout | None:
+        """Return the layout of a use that nobody asked for, or that was hidden by a checkpoint: data come first."""
+        rows, N = use.form.extent(use.x)[0], self.counts.data
+        return Layout(1, rows // N) if N and rows % N == 0 else None
+
     def commit(self, name: str, statistic: Statistic) -> bool:
         """Feed what this backward pass brought to the blocks of a parameter; say whether there was anything."""
         found, now = False, backward_pass()
@@ -109,7 +114,7 @@ class ForwardPass:
             if not uses:
                 continue
             found = True
-            layouts = {use: self.layouts.get(use) for use, _ in site.members}
+            layouts = {use: self.layouts[use] if use in self.layouts else self._assumed(use) for use, _ in site.members}
             seen = Observation([site], self.counts.data, layouts)
             if site not in self._fed:
                 self._fed.add(site)
