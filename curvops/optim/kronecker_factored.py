@@ -3,48 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvops._algebra import Identity
 from curvops._operator import LinearOperator
 from curvops._scalars import accumulation_dtype, wide
 from curvops.kfac.ekfac import EKFACLinearOperator
 from curvops.kfac.estimate import Estimate
-from curvops.kfac.gradients import Gradients, Together
+from curvops.kfac.gradients import Together
 from curvops.kfac.operator import KFACLinearOperator
-from curvops.kfac.reducers import Kept, Squares
-from curvops.kfac.statistics import Factors, Observation, Sums
-from curvops.kfac.uses import Use
+from curvops.kfac.reducers import Kept
+from curvops.kfac.statistics import Factors, Sums
 from curvops.optim.averages import Averages
-from curvops.optim.blocks import Block, Blocks
+from curvops.optim.blocks import Block, Blocks, gathered
 from curvops.optim.decompositions import ComputeMethod, Solution, eigenvectors, inverses, products, seen_from, solved
 from curvops.optim.engine import Group, Moment
 from curvops.optim.hyperparameters import Hyperparameters
+from curvops.optim.kfac_options import Options
+from curvops.optim.operators import Damped, on_all
 from curvops.optim.passes import Counts, loss_scale
-from curvops.structured import DirectSum, Part, Placement, Slot
-
-
-@dataclass(frozen=True)
-class Options:
-    """What does not change while training.
-
-    Attributes:
-        compute_method: See :class:`ComputeMethod`.
-        prediv: Keep ``1 / (eigenvalues + λ)`` of the last inverse update in place of the eigenvalues.
-        kfac_approx, loss_average, factor_dtype, inv_dtype: See :class:`curvops.optim.KFACPreconditioner`.
-    """
-
-    compute_method: ComputeMethod
-    prediv: bool
-    kfac_approx: str
-    loss_average: Any
-    factor_dtype: torch.dtype | None
-    inv_dtype: torch.dtype | None
+from curvops.optim.second_moments import EachPass, second_moments
+from curvops.structured import Part
 
 
 class KroneckerFactored:
@@ -126,7 +109,7 @@ class KroneckerFactored:
         for block, key in keys.items():
             old = self.averages.of.get(block)
             self._weights[block] = torch.ones(()) if old is None else 1.0 - decay * old.begun
-            self._squares[block] = partial(_squares, [b for k, b in kept.blocks if k == key], scale)
+            self._squares[block] = partial(second_moments, [b for k, b in kept.blocks if k == key], scale)
 
     def settle(self, ok: Tensor) -> None:
         """Adopt the prepared averages where ``ok``."""
@@ -239,14 +222,8 @@ class KroneckerFactored:
 
     def preconditioner(self, params: Mapping[str, Tensor]) -> LinearOperator:
         """Return what multiplies gradients before clipping; the identity on parameters without a block."""
-        step = self._blocks.step()
-        parts = [Part(b.placement, _Inverse(self, b, self._hyper.at("damping", step))) for b in self.solutions]
-        taken = {n for part in parts for n in part.placement.names}
-        for name, p in params.items():
-            if name not in taken:
-                place = Placement((Slot(name, tuple(p.shape), 0, 1),), (1, p.numel(), 1))
-                parts.append(Part(place, Identity((place.shape,), dtype=p.dtype, device=p.device)))
-        return DirectSum(tuple(tuple(p.shape) for p in params.values()), tuple(params), parts)
+        damping = self._hyper.at("damping", self._blocks.step())
+        return on_all(params, [Part(b.placement, Damped(self._solution(b), b, damping)) for b in self.solutions])
 
     # ---- saving --------------------------------------------------------------------------------
     def memory(self, statistic: Any) -> dict[str, int]:
@@ -278,69 +255,15 @@ class KroneckerFactored:
         self._squares, self._weights, self._fresh = {}, {}, False
 
 
-class EachPass:
-    """The statistic that keeps blocks with their gradients, one backward pass at a time.
-
-    Args:
-        kept: Where they are kept.
-    """
-
-    def __init__(self, kept: Kept) -> None:
-        self.kept = kept
-        self._gradients: list[tuple[Use, Tensor]] = []
-
-    def on_inputs(self, seen: Observation) -> None:
-        """Do nothing: inputs are taken with the gradients."""
-
-    def on_cotangent(self, seen: Observation, use: Use, gradient: Tensor) -> None:
-        """Hold the gradient of one use."""
-        self._gradients.append((use, gradient))
-
-    def on_pass_end(self, seen: Observation) -> None:
-        """Keep what the pass brought."""
-        blocks = Gradients(self.kept)
-        blocks.on_inputs(seen)
-        for use, gradient in self._gradients:
-            blocks.on_cotangent(seen, use, gradient)
-        blocks.on_pass_end(seen)
-        blocks.close(seen)
-        self._gradients = []
-
-    def close(self, seen: Observation) -> None:
-        """Do nothing: passes are complete."""
-
-    def merge(self, other: EachPass) -> None:
-        """Keep the blocks of other data."""
-        self.kept.merge(other.kept)
-
-
-class _Inverse(LinearOperator):
-    """What multiplies the gradient of one block, ``[G, d_out, d_in]``."""
-
-    def __init__(self, method: KroneckerFactored, block: Block, damping: float | Tensor) -> None:
-        p = block.parameter
-        shape = block.placement.shape
-        super().__init__((shape,), (shape,), dtype=p.dtype, device=p.device, symmetric=True)
-        self._found, self._damping, self.label = method._solution(block), damping, block.label
-
-    def _apply(self, V: list[Tensor]) -> list[Tensor]:
-        return [
-            torch.stack([solved([self._found], [v], self._damping)[0] for v in V[0]]) if len(V[0]) else V[0].clone()
-        ]
+def predicted(engine: Any, grads: Mapping[str, Tensor], deltas: Mapping[str, Tensor]) -> Tensor:
+    """Return the change of the loss that the damped quadratic model expects of a step."""
+    blocks = [b for b in engine.blocks if all(n in deltas and n in grads for n in b.placement.names)]
+    X, steps = ({b: gathered(b, tensors) for b in blocks} for tensors in (grads, deltas))
+    return engine.method.predicted(X, steps, engine.steps)
 
 
 def _factors(statistic: Any) -> Factors:
     return statistic.statistics[0] if isinstance(statistic, Together) else statistic
-
-
-def _squares(batches: list[Any], scale: Tensor | float, found: Solution) -> Tensor:
-    """Return the second moments of gradients in eigenvectors."""
-    held = next(t.dtype for block in batches for t in block.tensors())
-    basis = (Q if Q is None else Q.to(accumulation_dtype(held)) for Q in (found.B, found.A))
-    squares = Squares({None: tuple(basis)})  # type: ignore[dict-item]
-    for block in batches:
-        squares.add(None, block)
-    return scale * squares.sums[None]
 
 
 def _bytes(tensors: Any) -> int:

@@ -11,6 +11,7 @@ from curvops._algebra import Identity
 from curvops._operator import LinearOperator
 from curvops._scalars import accumulation_dtype
 from curvops.optim.blocks import Block
+from curvops.optim.decompositions import Solution, solved
 from curvops.optim.two_sided import Factors
 from curvops.structured import DirectSum, Kronecker, Part, Placement, Slot
 
@@ -36,6 +37,21 @@ class TwoSided(LinearOperator):
 
     def _apply(self, V: list[Tensor]) -> list[Tensor]:
         return [torch.stack([self.factors.times(v) for v in V[0]]) if len(V[0]) else V[0].clone()]
+
+
+class Damped(LinearOperator):
+    """What multiplies the gradient of one block, ``[G, d_out, d_in]``."""
+
+    def __init__(self, found: Solution, block: Block, damping: float | Tensor) -> None:
+        p = block.parameter
+        shape = block.placement.shape
+        super().__init__((shape,), (shape,), dtype=p.dtype, device=p.device, symmetric=True)
+        self._found, self._damping, self.label = found, damping, block.label
+
+    def _apply(self, V: list[Tensor]) -> list[Tensor]:
+        return [
+            torch.stack([solved([self._found], [v], self._damping)[0] for v in V[0]]) if len(V[0]) else V[0].clone()
+        ]
 
 
 def undamped(f: Factors, block: Block) -> LinearOperator:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from curvops.structured._batched import diagonal, mm, on_diagonal, outer, own, plus_mm, scaled
-from curvops.structured.matrix import StructuredMatrix, _check_tensor
+from curvops.structured._checks import check_tensor
+from curvops.structured.matrix import StructuredMatrix
 
 
 class DenseMatrix(StructuredMatrix):
@@ -20,7 +21,7 @@ class DenseMatrix(StructuredMatrix):
     M: Tensor
 
     def __init__(self, M: Tensor):
-        _check_tensor(M, "M", "(*batch, dim, dim)")
+        check_tensor(M, "M", "(*batch, dim, dim)")
         self._hold(M.shape[-1], M.shape[:-2], M=M)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:

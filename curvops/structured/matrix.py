@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from functools import lru_cache, reduce
+from functools import reduce
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
@@ -15,11 +14,14 @@ from curvops._operator import LinearOperator
 from curvops._scalars import accumulation_dtype, wide
 from curvops.structured._base import multiple_of_identity
 from curvops.structured._batched import norms, plus, scaled
+from curvops.structured._checks import check_tensor, checked_dim
+from curvops.structured.adjoint import Adjoint
+from curvops.structured.stored import StoredMatrix, frame_of
 
 Self = TypeVar("Self", bound="StructuredMatrix")
 
 
-class StructuredMatrix(LinearOperator):
+class StructuredMatrix(StoredMatrix):
     """A batch of square matrices ``[*batch, dim, dim]`` in a space ``L``, acting on one block ``(*batch, dim)``.
 
     ``L`` contains the identity and is closed under sums, multiples and products, seldom under transposes. A symmetric
@@ -35,24 +37,10 @@ class StructuredMatrix(LinearOperator):
     ``_self_gram`` and ``_gram_through`` is asked in float32 or better.
     """
 
-    #: Names of the tensors; the constructor takes them by these names.
-    TENSORS: ClassVar[tuple[str, ...]] = ()
-    #: Names of the parts that are structured matrices themselves, and their classes.
-    PARTS: ClassVar[tuple[str, ...]] = ()
-    SUBSTRUCTURES: ClassVar[tuple[type[StructuredMatrix], ...]] = ()
     #: What :meth:`congruence` takes in place of ``X X'``: the ``"gram"``, its diagonal (``"squares"``), nothing (``"rows"``).
     MOMENT: ClassVar[str] = "rows"
-    #: Whether every matrix of the space is symmetric.
-    SYMMETRIC: ClassVar[bool] = False
-
-    dim: int
-    batch: tuple[int, ...]
 
     # What a subclass says
-
-    @abstractmethod
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors behind the batch axes."""
 
     @abstractmethod
     def _times(self, X: Tensor) -> Tensor:
@@ -95,65 +83,6 @@ class StructuredMatrix(LinearOperator):
 
     # Construction
 
-    def _lay_out(self, dim: int, batch: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Set everything but the tensors."""
-        self.dim, self.batch = dim, batch
-        domain = ((*batch, dim),)
-        LinearOperator.__init__(self, domain, domain, dtype=dtype, device=device, symmetric=self.SYMMETRIC)
-
-    def _hold(self, dim: int, batch: tuple[int, ...], **tensors: Tensor) -> None:
-        """Set everything, from tensors that are checked; what the constructors do."""
-        first = next(iter(tensors.values()))
-        for name, t in tensors.items():
-            if t.dtype != first.dtype:
-                raise TypeError(f"Got {name} in {t.dtype}, expected {first.dtype} as the other tensors.")
-            if t.device != first.device:
-                raise ValueError(f"Got {name} on {t.device}, expected {first.device} as the other tensors.")
-        self._lay_out(dim, tuple(batch), first.dtype, first.device)
-        for name, shape in self._shapes().items():
-            if name in tensors and tuple(tensors[name].shape) != (*self.batch, *shape):
-                raise ValueError(
-                    f"Got {name} {tuple(tensors[name].shape)} for a {type(self).__name__} of dimension {dim} and batch "
-                    f"{self.batch}, expected {(*self.batch, *shape)}."
-                )
-        self.__dict__.update(tensors)
-
-    def _like(self: Self, **tensors: Any) -> Self:
-        """Return a matrix of the same shape that holds other tensors, unchecked: the constructors cost more than a kernel."""
-        new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new.__dict__.update(tensors)
-        return new
-
-    def _from(self: Self, f: Callable[..., Tensor], *matrices: StructuredMatrix) -> Self:
-        """Return a matrix shaped like ``self`` whose tensors are ``f`` of those of ``matrices``."""
-        own = {n: f(*[getattr(m, n) for m in matrices]) for n in self.TENSORS}
-        nested = {n: getattr(self, n)._from(f, *[getattr(m, n) for m in matrices]) for n in self.PARTS}
-        return self._like(**own, **nested)
-
-    def _zeros(self: Self) -> Self:
-        tensors = {
-            name: torch.zeros((*self.batch, *shape), dtype=self.torch_dtype, device=self.device)
-            for name, shape in self._shapes().items()
-        }
-        return self._like(**tensors, **{n: getattr(self, n)._zeros() for n in self.PARTS})
-
-    def _convert(self: Self, device: torch.device, dtype: torch.dtype) -> Self:
-        if (device, dtype) == (self.device, self.torch_dtype):
-            return self
-        frame = _frame(type(self), self.dim, self.batch, dtype, device)
-        return frame._from(lambda t: t.to(device, dtype), self)
-
-    def _retyped(self: Self, dtype: torch.dtype) -> Self:
-        """Return the matrix in half or single precision; numpy sees no difference, so the constructors need not run."""
-        if dtype == self.torch_dtype:
-            return self
-        own = {n: getattr(self, n).to(dtype) for n in self.TENSORS}
-        return self._like(torch_dtype=dtype, **own, **{n: getattr(self, n)._retyped(dtype) for n in self.PARTS})
-
-    def _wide(self: Self) -> Self:
-        return self._retyped(accumulation_dtype(self.torch_dtype))
-
     @classmethod
     def zeros(
         cls: type[Self],
@@ -165,7 +94,7 @@ class StructuredMatrix(LinearOperator):
     ) -> Self:
         """Return zero matrices; dtype and device default to torch's."""
         like = torch.empty(0, dtype=dtype, device=device)
-        return _frame(cls, _checked_dim(dim), tuple(batch), like.dtype, like.device)._zeros()
+        return frame_of(cls, checked_dim(dim), tuple(batch), like.dtype, like.device)._zeros()
 
     @classmethod
     def eye(
@@ -182,62 +111,18 @@ class StructuredMatrix(LinearOperator):
     @classmethod
     def from_dense(cls: type[Self], S: Tensor) -> Self:
         """Return ``Π(S)`` of symmetric matrices ``S [*batch, dim, dim]``; shares no memory with them."""
-        _check_tensor(S, "S", "(*batch, dim, dim)")
+        check_tensor(S, "S", "(*batch, dim, dim)")
         if S.shape[-1] != S.shape[-2]:
             raise ValueError(f"Got S of shape {tuple(S.shape)}, expected (*batch, dim, dim).")
-        frame = _frame(cls, S.shape[-1], tuple(S.shape[:-2]), accumulation_dtype(S.dtype), S.device)
+        frame = frame_of(cls, S.shape[-1], tuple(S.shape[:-2]), accumulation_dtype(S.dtype), S.device)
         return frame._project(wide(S))._retyped(S.dtype)
 
     @classmethod
     def gram(cls: type[Self], X: Tensor) -> Self:
         """Return ``Π(X X')`` for ``X [*batch, dim, n]``."""
-        _check_tensor(X, "X", "(*batch, dim, n)")
-        frame = _frame(cls, X.shape[-2], tuple(X.shape[:-2]), accumulation_dtype(X.dtype), X.device)
+        check_tensor(X, "X", "(*batch, dim, n)")
+        frame = frame_of(cls, X.shape[-2], tuple(X.shape[:-2]), accumulation_dtype(X.dtype), X.device)
         return frame._gram(wide(X))._retyped(X.dtype)
-
-    # Tensors
-
-    @classmethod
-    def tensor_names(cls) -> list[str]:
-        """Return the names of all tensors, those of parts behind a dot."""
-        nested = [f"{p}.{n}" for p, sub in zip(cls.PARTS, cls.SUBSTRUCTURES, strict=True) for n in sub.tensor_names()]
-        return [*cls.TENSORS, *nested]
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that the matrix holds, each with the batch axes first; no copies."""
-        own = {n: getattr(self, n) for n in self.TENSORS}
-        nested = {f"{p}.{n}": t for p in self.PARTS for n, t in getattr(self, p).named_tensors().items()}
-        return {**own, **nested}
-
-    @classmethod
-    def from_tensors(cls: type[Self], tensors: Mapping[str, Tensor]) -> Self:
-        """Undo :meth:`named_tensors`; dimension, batch, dtype and device are those of the tensors."""
-        if set(tensors) != set(cls.tensor_names()):
-            raise ValueError(f"Got tensors {list(tensors)} for a {cls.__name__}, expected {cls.tensor_names()}.")
-        nested = {
-            p: sub.from_tensors({n: tensors[f"{p}.{n}"] for n in sub.tensor_names()})
-            for p, sub in zip(cls.PARTS, cls.SUBSTRUCTURES, strict=True)
-        }
-        own: dict[str, Any] = {n: tensors[n] for n in cls.TENSORS}
-        return cls(**own, **nested)
-
-    def with_tensors(self: Self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return a matrix of this class that holds other tensors; they may have another batch, dtype or device."""
-        mine = self.named_tensors()
-        if tensors.keys() == mine.keys() and all(_alike(t, mine[n]) for n, t in tensors.items()):
-            return self._filled(tensors)
-        return type(self).from_tensors(tensors)
-
-    def _filled(self: Self, tensors: Mapping[str, Tensor], prefix: str = "") -> Self:
-        own = {n: tensors[prefix + n] for n in self.TENSORS}
-        return self._like(**own, **{p: getattr(self, p)._filled(tensors, f"{prefix}{p}.") for p in self.PARTS})
-
-    def _map(self: Self, f: Callable[[Tensor], Tensor]) -> Self:
-        """Return the matrix with ``f`` applied to every tensor."""
-        return self.with_tensors({n: f(t) for n, t in self.named_tensors().items()})
-
-    def __reduce__(self) -> tuple:
-        return _restore, (type(self), self.named_tensors())
 
     # Algebra
 
@@ -372,7 +257,7 @@ class StructuredMatrix(LinearOperator):
         return other
 
     def _checked_columns(self, X: Tensor) -> Tensor:
-        _check_tensor(X, "X", "(*batch, dim, n)")
+        check_tensor(X, "X", "(*batch, dim, n)")
         if tuple(X.shape[:-1]) != (*self.batch, self.dim):
             raise ValueError(f"Got X of shape {tuple(X.shape)}, expected {(*self.batch, self.dim)} and a last axis.")
         self._check_place(X.dtype, X.device, "X")
@@ -388,64 +273,3 @@ class StructuredMatrix(LinearOperator):
             raise TypeError(f"Got {what} in {dtype}, expected {self.torch_dtype}; convert it with `.to`.")
         if device != self.device:
             raise ValueError(f"Got {what} on {device}, expected {self.device}; move it with `.to`.")
-
-
-# Constructors of scipy do not compile: classmethods break a compiled graph, methods do not.
-@torch.compiler.disable
-@lru_cache(maxsize=4096)
-def _frame(cls: type[Self], dim: int, batch: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Self:
-    """Return a matrix that lacks its tensors, to be filled by ``_like``; made once for each shape."""
-    frame = cls.__new__(cls)
-    frame._lay_out(dim, batch, dtype, device)
-    return frame
-
-
-def _restore(cls: type[Self], tensors: dict[str, Tensor]) -> Self:
-    return cls.from_tensors(tensors)
-
-
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-
-
-def _checked_dim(dim: Any) -> int:
-    if not isinstance(dim, int) or dim < 0:
-        raise ValueError(f"Got dimension {dim!r}, expected an integer >= 0.")
-    return dim
-
-
-def _check_tensor(t: Any, name: str, shape: str) -> None:
-    if not isinstance(t, Tensor) or not t.is_floating_point():
-        found = f"a {t.dtype} tensor" if isinstance(t, Tensor) else type(t).__name__
-        raise TypeError(f"Got {found} as {name}, expected a floating point tensor of shape {shape}.")
-    if t.ndim < 2:
-        raise ValueError(f"Got {name} of shape {tuple(t.shape)}, expected {shape}.")
-
-
-class Adjoint(LinearOperator):
-    """The transpose of a structured matrix, which in general lies in another space."""
-
-    def __init__(self, M: StructuredMatrix):
-        super().__init__(M.domain, M.domain, dtype=M.torch_dtype, device=M.device)
-        self.arg = M
-
-    def _apply(self, V: list[Tensor]) -> list[Tensor]:
-        return [self.arg._adjoint_times(V[0].movedim(0, -1)).movedim(-1, 0)]
-
-    def _adjoint(self) -> LinearOperator:
-        return self.arg
-
-    def _to(self, device: torch.device, dtype: torch.dtype) -> LinearOperator:
-        return Adjoint(self.arg._convert(device, dtype))
-
-    def to_dense(self) -> Tensor:
-        return self.arg.to_dense().T
-
-    def diagonal(self) -> Tensor:
-        return self.arg.diagonal()
-
-    def trace(self) -> Tensor:
-        return self.arg.trace()
-
-    def frobenius_norm(self) -> Tensor:
-        return self.arg.frobenius_norm()

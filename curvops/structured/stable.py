@@ -7,8 +7,9 @@ from torch import Tensor
 
 from curvops._scalars import accumulation_dtype, wide
 from curvops.structured._batched import diagonal, mm, norms, on_diagonal, spread
+from curvops.structured._checks import check_tensor
 from curvops.structured.dense_matrix import sandwiched, through
-from curvops.structured.matrix import StructuredMatrix, _check_tensor
+from curvops.structured.matrix import StructuredMatrix
 
 
 class DenseStableMatrix(StructuredMatrix):
@@ -30,7 +31,7 @@ class DenseStableMatrix(StructuredMatrix):
     factor: Tensor
 
     def __init__(self, M: Tensor, factor: Tensor | None = None):
-        _check_tensor(M, "M", "(*batch, dim, dim)")
+        check_tensor(M, "M", "(*batch, dim, dim)")
         self._hold(M.shape[-1], M.shape[:-2], M=M)
         held = accumulation_dtype(M.dtype)
         factor = torch.ones(self.batch, dtype=held, device=self.device) if factor is None else factor

@@ -11,7 +11,8 @@ from torch import Tensor
 from curvops.structured._batched import mm, plus_mm
 from curvops.structured.dense_matrix import DenseMatrix
 from curvops.structured.diagonal_matrix import DiagonalMatrix
-from curvops.structured.matrix import StructuredMatrix, _frame
+from curvops.structured.matrix import StructuredMatrix
+from curvops.structured.stored import frame_of
 
 
 class BlockTriangularMatrix(StructuredMatrix):
@@ -69,7 +70,7 @@ class BlockTriangularMatrix(StructuredMatrix):
     def _lay_out(self, dim: int, batch: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         super()._lay_out(dim, batch, dtype, device)
         for name, sub, size in zip(self.PARTS, self.SUBSTRUCTURES, self._dims(dim), strict=True):
-            setattr(self, name, _frame(sub, size, batch, dtype, device))
+            setattr(self, name, frame_of(sub, size, batch, dtype, device))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {"B": (self._above.dim, self._beside.dim)}
