@@ -25,6 +25,7 @@ bench: $(VENV)/.ready-bench
 	$(BIN)/python bench/kfac.py --write
 	$(BIN)/python bench/ekfac.py --write
 	$(BIN)/python bench/matrix_free.py --write
+	$(BIN)/python bench/optim.py --write
 
 # One stamp per extra: set-up is repeated only when what it installs has changed.
 $(VENV)/.ready-%: pyproject.toml constraints.txt | $(BIN)/python

@@ -183,7 +183,7 @@ class Engine:
         if updating:
             moment = Moment(self.steps, self._scale(grad_scale, found_inf), self._finite.owed)
             numbers |= self.method.update(self.observer.statistic, self.observer.counts, moment)
-        ok = self._finite.check(numbers, step=self.steps, updating=updating, found_inf=found_inf)
+        ok = self._finite.check(numbers, updating=updating, found_inf=found_inf)
         if updating:
             self.method.settle(ok)
         clean = {n: torch.where(ok, g, 0.0) for n, g in grads.items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,14 +24,12 @@ class Finite:
         self._expected = False
         self._updating = False
         self._ready: torch.cuda.Event | None = None
-        self._step = 0
 
-    def check(self, numbers: Mapping[str, Tensor], *, step: int, updating: bool, found_inf: Tensor | None) -> Tensor:
+    def check(self, numbers: Mapping[str, Tensor], *, updating: bool, found_inf: Tensor | None) -> Tensor:
         """Return whether all numbers are finite, as a 0-dim tensor on their device.
 
         Args:
             numbers: 0-dim tensors by what they are called in a warning.
-            step: Number of the step.
             updating: Whether the curvature is updated in it.
             found_inf: What a gradient scaler found, which needs no warning.
         """
@@ -38,7 +38,7 @@ class Finite:
         if found_inf is not None:
             ok = ok & (found_inf.reshape(()).to(ok.device) == 0)
         together = torch.cat([ok[None], flags])
-        self._labels, self._step, self._updating = list(numbers), step, updating
+        self._labels, self._updating = list(numbers), updating
         self._expected = found_inf is not None
         self._flags = together.to("cpu", non_blocking=True)
         if together.is_cuda:
@@ -60,10 +60,10 @@ class Finite:
         if bad:
             more = f" and {len(bad) - 4} more" if len(bad) > 4 else ""
             warnings.warn(
-                f"Step {self._step} was skipped, parameters and curvature are as before: NaN or infinite numbers in "
+                "The last step was skipped, parameters and curvature are as before it: NaN or infinite numbers in "
                 f"{', '.join(bad[:4])}{more}.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=_levels_up(),
             )
             self._labels, self._flags = [], self._flags[:1]
 
@@ -71,6 +71,15 @@ class Finite:
         if self._ready is not None:
             self._ready.synchronize()  # of an earlier step: it has long been there
         return self._flags.numpy().tolist()
+
+
+def _levels_up() -> int:
+    """Return the ``stacklevel`` of whoever called the optimizer."""
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def telltale(t: Tensor) -> Tensor:

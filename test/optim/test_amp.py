@@ -294,3 +294,17 @@ def test_R7_scales_of_a_dense_stable_structure():
     for a, b in zip(*(o._engine.method.factors.values() for o in optimizers), strict=True):
         want = a.K.to_dense_blocks()
         assert (b.K.to_dense_blocks().to(F64) - want).norm() < 0.02 * want.norm()
+
+
+def test_the_warning_of_a_skipped_step_points_to_the_users_line():
+    for make in (SINGD, KFACPreconditioner):
+        net, loss = mlp(), loss_of("mlp", "mean")
+        optimizer, (X, y) = make(net), next(batches("mlp", 1))
+        for t in range(2):
+            net.zero_grad()
+            loss(net(X), y).backward()
+            if t == 0:
+                net[0].weight.grad[0, 0] = float("nan")
+            with pytest.warns(RuntimeWarning) if t else _nothing() as found:
+                optimizer.step()
+        assert found[0].filename == __file__

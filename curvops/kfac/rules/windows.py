@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -39,11 +40,16 @@ class Axis:
 
     def hits(self, size: int, like: Tensor) -> Tensor:
         """Return ``[kernel, size]``: 1 where an entry reads a pixel in some window, else 0."""
-        pixel = torch.arange(size, device=like.device)
-        entry = torch.arange(self.kernel, device=like.device).unsqueeze(1)
-        start = pixel - self.dilation * entry + self.left  # of the window, in padded pixels
-        last = self.stride * (self.windows(size) - 1)
-        return ((start % self.stride == 0) & (start >= 0) & (start <= last)).to(like.dtype)
+        return _hits(self, size, like.device, like.dtype)
+
+
+@lru_cache(maxsize=256)  # eight small kernels each time, else
+def _hits(axis: Axis, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    pixel = torch.arange(size, device=device)
+    entry = torch.arange(axis.kernel, device=device).unsqueeze(1)
+    start = pixel - axis.dilation * entry + axis.left  # of the window, in padded pixels
+    last = axis.stride * (axis.windows(size) - 1)
+    return ((start % axis.stride == 0) & (start >= 0) & (start <= last)).to(dtype)
 
 
 def pad(x: Tensor, axes: Sequence[Axis]) -> Tensor:
