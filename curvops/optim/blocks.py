@@ -84,6 +84,10 @@ class Blocks:
         if any(name in self.refused for name in placement.names):
             return None
         for name in placement.names:
+            if self._params[name].is_complex():
+                self.refused[name] = "it is complex"
+                return None
+        for name in placement.names:
             taken = [b for b in self if name in b.placement.names]
             if any(_overlap(b.placement, placement, name) for b in taken):
                 self.refused[name] = "it is used in two arrangements that do not fit one block"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,13 +97,14 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        params: Mapping[str, Tensor],
-        group_of: Mapping[str, dict[str, Any]],
+        params: dict[str, Tensor],
+        group_of: dict[str, dict[str, Any]],
         make: Callable[[Blocks], Preconditioner],
         grad_scaler: Any = None,
     ) -> None:
         self.steps = 0
         self.params = params
+        self._model, self._group_of = weakref.ref(model), group_of
         self._groups = list({id(g): g for g in group_of.values()}.values())
         self._scale_of = _scale_source(grad_scaler)
         self._finite = Finite()
@@ -119,8 +121,25 @@ class Engine:
             separate=self.method.separate,
         )
 
+    def include(self, params: Mapping[str, Tensor], group: dict[str, Any]) -> None:
+        """Take in the parameters of a further group."""
+        self.params.update(params)
+        self._group_of.update(dict.fromkeys(params, group))
+        self._groups.append(group)
+        if not self.method.separate:
+            self.blocks.check_layers(self.model)
+        self.observer.include(params)
+
     def _due(self, group: Group) -> bool:
         return self.method.due(group, self.steps) or self._finite.owed
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which is not kept alive."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("The model of this optimizer is gone.")
+        return model
 
     @contextmanager
     def observing(

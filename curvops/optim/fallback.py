@@ -32,11 +32,16 @@ class Fallback:
             )
         self.reasons: dict[str, str] = {}
         self._kind, self._lr, self._group_of = kind, lr, group_of
-        self._first = {name: group["lr"] for name, group in group_of.items()}
+        self._first: dict[str, Any] = {}
+        self.include(group_of)
         self._optimizer: Optimizer | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self.reasons
+
+    def include(self, names: Iterable[str]) -> None:
+        """Remember the first learning rates of parameters, which later ones are in proportion to."""
+        self._first.update({name: self._group_of[name]["lr"] for name in names})
 
     def take(self, name: str, p: Tensor, reason: str) -> None:
         """Take over a parameter."""
@@ -46,6 +51,11 @@ class Fallback:
             raise NotImplementedError(
                 f"Parameter {name!r} has no block ({reason}), and fallback='raise'. Choose fallback='adamw' or 'sgd', or leave "
                 "the parameter out of params."
+            )
+        if p.is_complex() and not callable(self._kind):
+            raise NotImplementedError(
+                f"Parameter {name!r} is complex, which fallback={self._kind!r} cannot train here. Give a function, such as "
+                "fallback=lambda groups: torch.optim.AdamW(groups), or leave the parameter out of params."
             )
         self.reasons[name] = f"fallback {self._kind if isinstance(self._kind, str) else 'optimizer'}: {reason}"
         group = {"params": [p], "lr": self._initial(name), "weight_decay": self._group_of[name]["weight_decay"]}

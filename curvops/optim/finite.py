@@ -87,4 +87,5 @@ def telltale(t: Tensor) -> Tensor:
 
     The sum of finite numbers overflows only where gradients are of no use any more.
     """
+    t = torch.view_as_real(t) if t.is_complex() else t
     return t.sum(dtype=torch.float32) if t.dtype in (torch.float16, torch.bfloat16) else t.sum()

@@ -77,8 +77,6 @@ class KFAC(PreconditionedSGD):
         self._deltas: dict[str, Tensor] = {}
 
         def make(blocks: Blocks) -> KroneckerFactored:
-            for group in self.param_groups:
-                check_hyperparameters(group, least={"lr": 0, "momentum": 0, "weight_decay": 0})
             blocks.refused.update(skipped(getattr(model, "_orig_mod", model), skip_layers))
             return KroneckerFactored(
                 blocks,
@@ -92,6 +90,9 @@ class KFAC(PreconditionedSGD):
         super().__init__(
             model, params, defaults, make, fallback=fallback, fallback_lr=fallback_lr, grad_scaler=grad_scaler
         )
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_hyperparameters(group, least={"lr": 0, "momentum": 0, "weight_decay": 0})
 
     @property
     def clip_scale(self) -> Tensor | None:

@@ -17,7 +17,7 @@ from curvops.optim.engine import Engine
 from curvops.optim.hyperparameters import Hyperparameters
 from curvops.optim.kfac_options import Number, checked_options, skipped
 from curvops.optim.kronecker_factored import KroneckerFactored, predicted
-from curvops.optim.shell import PreconditionedSGD, is_plain
+from curvops.optim.shell import PreconditionedSGD, gradients, is_plain
 from curvops.optim.start import factors_of
 
 
@@ -138,7 +138,7 @@ class KFACPreconditioner:
             RuntimeError: If factors are due and no forward and backward pass was observed, or fewer than accumulation_steps.
         """
         engine = self._engine
-        grads = {n: p.grad for n, p in engine.params.items() if p.grad is not None}
+        grads = gradients(engine.params)
         if grads:
             updating = engine.look(grads)
             passes = engine.observer.counts.passes
@@ -148,8 +148,8 @@ class KFACPreconditioner:
                     f"{self._accumulation_steps}."
                 )
             ok, clean, found = engine.precondition(grads, updating, grad_scale=None, found_inf=None)
-            for name, g in found.items():
-                engine.params[name].grad = torch.where(ok, g, grads[name])
+            for name in found.keys() & engine.blocks.names:
+                engine.params[name].grad = torch.where(ok, found[name], grads[name])
             self._expect(clean, found)
         engine.advance()
 

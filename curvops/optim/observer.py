@@ -79,6 +79,10 @@ class Observer:
         """Forget what was committed: the gradients that it belongs to are gone."""
         self.statistic, self.counts = self._make(), Counts()
 
+    def include(self, params: Mapping[str, Tensor]) -> None:
+        """Watch further parameters from now on."""
+        self._params.update(params)
+
     def _watch_gradients(self) -> None:
         """Watch the gradients of parameters, also of those that were frozen until now."""
         missing = {n: p for n, p in self._params.items() if n not in self._watched and p.requires_grad}
@@ -118,7 +122,8 @@ class Observer:
         self._open.append(None)  # whatever happens below, the exit finds its entry
         if not any(self._open) and torch.is_grad_enabled() and self._wanted():
             self._watch_gradients()
-            window = _Window(ForwardPass(self._separate), self._params, self._look_inside)
+            trained = {n for n, p in self._params.items() if p.requires_grad}
+            window = _Window(ForwardPass(self._separate, trained), self._params, self._look_inside)
             window.stack.enter_context(eager())  # a compiled model would run past the recorder
             window.stack.enter_context(window.recorder)
             window.compiler, compiler = compiler, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,13 +58,14 @@ class ForwardPass:
 
     Args:
         separate: Every bias is a block of its own.
+        trained: Parameters that get a gradient.
     """
 
-    def __init__(self, separate: bool) -> None:
+    def __init__(self, separate: bool, trained: Collection[str]) -> None:
         self.counts = Counts()
         self.counted = False
         self.layouts: dict[Use, Layout | None] = {}
-        self._separate = separate
+        self._separate, self._trained = separate, trained
         self._uses: list[Use] = []
         self._sites: dict[str, list[Site]] | None = None
         self._fed: set[Site] = set()
@@ -94,11 +96,12 @@ class ForwardPass:
         return any(name in use.names and pass_ == now for use, (pass_, _) in self._staged.items())
 
     def sites_of(self, name: str) -> list[Site]:
-        """Return the blocks that are complete once the gradient of a parameter is."""
+        """Return the blocks that are complete once the gradient of a parameter is: the first one that gets some."""
         if self._sites is None:
             self._sites = {}
             for site in find_sites(self._uses, self._separate):
-                self._sites.setdefault(site.name, []).append(site)
+                trigger = next((n for n, _ in site.key if n in self._trained), site.name)
+                self._sites.setdefault(trigger, []).append(site)
         return self._sites.get(name, [])
 
     def _assumed(self, use: Use) -> Layout | None:
@@ -166,7 +169,7 @@ def loss_terms(average: Any, counts: Counts) -> float:
     terms = counts.data if average == "batch" else counts.positions
     if not terms:
         raise ValueError(
-            f"loss_average={average!r}: the model's answer holds no tensor to count loss terms by; say loss_terms= in "
-            "observe()."
+            f"loss_average={average!r}: found no loss terms, in an empty batch or an answer without tensors; say how many with "
+            "loss_terms= in observe()."
         )
     return float(terms)

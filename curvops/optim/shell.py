@@ -56,6 +56,28 @@ class PreconditionedSGD(Optimizer):
         self._fallback = Fallback(fallback, fallback_lr, group_of)
         self._engine = Engine(model, self._params, group_of, make, grad_scaler)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, also while training."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+            if hasattr(self, "_engine"):
+                self._include(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse hyperparameters that cannot be."""
+
+    def _include(self, group: dict[str, Any]) -> None:
+        names = _names([group], self._engine.model)
+        params = {n: p for p, n in names.items()}
+        self._engine.include(params, group)
+        self._names |= names
+        self._fallback.include(params)
+
     # ---- observation ---------------------------------------------------------------------------
     @contextmanager
     def observe(
@@ -108,7 +130,7 @@ class PreconditionedSGD(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = {n: p.grad for n, p in self._params.items() if p.grad is not None}
+        grads = gradients(self._params)
         if grads:
             self._descend(grads)
         self._engine.advance()
@@ -240,6 +262,12 @@ def _names(groups: list[dict[str, Any]], model: nn.Module) -> dict[Tensor, str]:
             raise ValueError(f"params: found a tensor of shape {tuple(p.shape)} that is not a parameter of the model.")
         found[p] = names[id(p)]
     return found
+
+
+def gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients that are there, dense."""
+    found = {n: p.grad for n, p in params.items() if p.grad is not None}
+    return {n: g if g.layout is torch.strided else g.to_dense() for n, g in found.items()}
 
 
 def copied(state: Any) -> Any:

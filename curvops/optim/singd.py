@@ -97,13 +97,14 @@ class SINGD(PreconditionedSGD):
             return None if curvature is None else roots_of(curvature, block)
 
         def make(blocks: Blocks) -> InverseFree:
-            for group in self.param_groups:
-                _check(group)
             return InverseFree(blocks, self.param_groups, start)
 
         super().__init__(
             model, params, defaults, make, fallback=fallback, fallback_lr=fallback_lr, grad_scaler=grad_scaler
         )
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _check(group)
 
 
 def _check(group: dict[str, Any]) -> None:

@@ -344,3 +344,82 @@ def test_bad_arguments_of_singd(options, error):
     with pytest.raises((TypeError, ValueError), match=error):
         SINGD(net, [{"params": list(net.parameters()), **options}])
     assert not net._forward_hooks
+
+
+@every_method
+def test_R6_a_frozen_weight_with_a_trained_bias(method):
+    """The bias is preconditioned in the block of its weight, whose gradient is zero."""
+    net, (X, y) = mlp(), next(batches("mlp", 1))
+    net[0].weight.requires_grad_(False)
+    weight, bias = net[0].weight.clone(), net[0].bias.detach().clone()
+    optimizer = MAKE[method](net, params=list(net.parameters()))
+    step(net, optimizer, X, y)
+    assert torch.equal(net[0].weight, weight)
+    assert not torch.equal(net[0].bias, bias)
+    assert optimizer.treatments["0.bias"] == "block '0.weight'"
+
+
+@every_method
+def test_R6_groups_that_join_later(method):
+    """Layers that are unfrozen one after the other: a group that joins is as one that was there all the time."""
+    nets, data = (mlp(), mlp()), list(batches("mlp", 8))
+    for net in nets:
+        net[0].requires_grad_(False)
+    early = MAKE[method](
+        nets[0],
+        params=[{"params": list(nets[0][2].parameters())}, {"params": list(nets[0][0].parameters()), "lr": 0.03}],
+    )
+    late = MAKE[method](nets[1], params=list(nets[1][2].parameters()))
+    for t, (X, y) in enumerate(data):
+        if t == 3:
+            for net in nets:
+                net[0].requires_grad_(True)
+            late.add_param_group({"params": list(nets[1][0].parameters()), "lr": 0.03})
+        for net, optimizer in zip(nets, (early, late), strict=True):
+            step(net, optimizer, X, y)
+    assert difference(*nets) < 1e-15
+    groups = len(late.param_groups)
+    for bad, error in (
+        ({"params": [nn.Parameter(torch.zeros(2))]}, "not a parameter of the model"),
+        ({"params": list(nets[1][2].parameters())}, "more than one parameter group"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            late.add_param_group(bad)
+        assert len(late.param_groups) == groups
+
+
+@every_method
+def test_R6_sparse_gradients(method):
+    """An embedding with sparse gradients is trained as one with dense ones."""
+
+    def make(sparse):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(10, 5, sparse=sparse), nn.Flatten(), nn.Linear(15, 3)).double()
+
+    nets = make(True), make(False)
+    optimizers = [MAKE[method](net) for net in nets]
+    for _ in range(3):
+        X, y = torch.randint(10, (4, 3)), torch.randint(3, (4,))
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            step(net, optimizer, X, y)
+    assert difference(*nets) == 0.0
+
+
+def test_R6_complex_parameters_need_an_optimizer_for_them():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.head = nn.Parameter(torch.randn(5, 3, dtype=torch.complex64)), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head((x.to(torch.complex64) @ self.w).abs())
+
+    net, X, y = Net(), torch.randn(4, 5), torch.randint(3, (4,))
+    optimizer = SINGD(net)
+    nn.functional.cross_entropy(net(X), y).backward()
+    with pytest.raises(NotImplementedError, match=r"'w' is complex.*Give a function"):
+        optimizer.step()
+    optimizer.close()
+    optimizer, before = SINGD(net, fallback=lambda groups: torch.optim.AdamW(groups)), net.w.detach().clone()
+    step(net, optimizer, X, y)
+    assert not torch.equal(net.w, before)
