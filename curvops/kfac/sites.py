@@ -48,7 +48,7 @@ class Site:
         G, d_out, d_in = self.weight_shape
         slots = []
         if self.weight is not None:
-            slots.append(_slot(self.weight, (G, d_out, d_in), 0, form.transposed))
+            slots.append(_slot(self.weight, (G, d_out, d_in), 0, form.transposed, _arrangement(self.members[0][0])))
         for j, bias in enumerate(self.biases):
             slots.append(_slot(bias, (G, d_out, 1), d_in + j, False))
         return Placement(tuple(slots), (G, d_out, d_in + len(self.biases)))
@@ -127,7 +127,14 @@ def _weight_key(use: Use) -> Key:
 
 def _weight_slot(use: Use) -> Slot:
     assert use.weight is not None
-    return _slot(use.weight, use.form.weight_shape(tuple(use.weight.tensor.shape)), 0, use.form.transposed)
+    shape = use.form.weight_shape(tuple(use.weight.tensor.shape))
+    return _slot(use.weight, shape, 0, use.form.transposed, _arrangement(use))
+
+
+def _arrangement(use: Use) -> torch.Tensor | None:
+    assert use.weight is not None
+    found = use.form.arrangement(tuple(use.weight.tensor.shape))
+    return found if found is None else found.to(use.weight.tensor.device)
 
 
 def conflicts(uses: Sequence[Use]) -> Iterator[Unsupported]:
@@ -164,12 +171,21 @@ def _same(a: Slot, b: Slot, same_shape: bool) -> bool:
     return a.index is None or torch.equal(a.index, b.index)
 
 
-def _slot(operand: Operand, shape: tuple[int, int, int], start: int, transposed: bool) -> Slot:
-    """Place an operand, seen by its operation as ``[G, d_out, width]`` or its transpose, in terms of the parameter."""
+def _slot(
+    operand: Operand,
+    shape: tuple[int, int, int],
+    start: int,
+    transposed: bool,
+    arrangement: torch.Tensor | None = None,
+) -> Slot:
+    """Place an operand, seen by its operation as ``[G, d_out, width]`` or otherwise arranged, in terms of the parameter."""
     G, d_out, width = shape
-    if operand.entries is None:
+    if operand.entries is None and arrangement is None:
         return Slot(operand.name, tuple(operand.tensor.shape), start, width, transposed)
-    entries = operand.entries
+    if arrangement is not None:
+        entries = arrangement if operand.entries is None else operand.entries.flatten()[arrangement]
+    else:
+        entries = operand.entries
     canonical = entries.reshape(G, width, d_out).mT if transposed else entries.reshape(G, d_out, width)
     index = canonical.reshape(-1)
     natural = torch.arange(index.numel(), device=index.device)

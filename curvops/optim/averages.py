@@ -101,8 +101,8 @@ class Averages:
         ]
 
     def load_state_dict(self, state: list[Mapping[str, Any]], blocks: Blocks) -> None:
-        """Undo :meth:`state_dict`."""
-        self.of, self._prepared = {}, {}
+        """Undo :meth:`state_dict`; what does not fit leaves the averages as they are."""
+        found: dict[Block, Average] = {}
         for saved in state:
             block = blocks.restore(Placement.from_state_dict(saved["placement"]))
             G, o, i = block.placement.shape
@@ -115,7 +115,8 @@ class Averages:
             device = block.parameter.device
             A = None if saved["A"] is None else saved["A"].to(device, copy=True)
             B, begun = (saved[name].to(device, copy=True) for name in ("B", "begun"))
-            self.of[block] = Average(A, B, begun, tuple(saved["uses"]))
+            found[block] = Average(A, B, begun, tuple(saved["uses"]))
+        self.of, self._prepared = found, {}
 
 
 def _mixed(old: Tensor | None, new: Tensor | None, weight: Tensor) -> Tensor | None:

@@ -56,7 +56,9 @@ class LevenbergMarquardt:
         before, after = (torch.as_tensor(x).detach().to(self._predicted) for x in (before, after))
         rho = (after - before) / self._predicted
         change = torch.where(rho > 0.75, torch.full_like(rho, self._factor), 1.0)
-        change = torch.where((rho >= 0.25) & rho.isfinite(), change, 1.0 / self._factor)
+        # A model that expects an increase, and gets it, was right; the step was no good nevertheless.
+        good = (rho >= 0.25) & rho.isfinite() & (after <= before)
+        change = torch.where(good, change, 1.0 / self._factor)
         self.damping = (change * self.damping).clamp(self._least, self._most)
         self.ratio, self._predicted = rho, None
 

@@ -54,6 +54,15 @@ class Solution:
         """Return the tensors that are there, by name."""
         return {n: t for n, t in vars(self).items() if t is not None}
 
+    def made_by(self, method: ComputeMethod, prediv: bool) -> bool:
+        """Whether a method keeps these tensors; those of another one would go on unnoticed until the next inverse update."""
+        kept = {
+            ComputeMethod.EIGEN: {"B", "reciprocals"} if prediv else {"B", "b"},
+            ComputeMethod.INVERSE: {"B"},
+            ComputeMethod.EKFAC: {"B", "b", "values"},
+        }
+        return self.tensors().keys() - {"A", "a"} == kept[method]
+
     def map(self, f: Callable[[Tensor], Tensor]) -> Solution:
         """Apply a function to every tensor."""
         return replace(self, **{n: f(t) for n, t in self.tensors().items()})

@@ -239,8 +239,8 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Undo :meth:`state_dict`."""
-        self.steps = int(state["steps"])
         self.method.load_state_dict(state["preconditioner"])
+        self.steps = int(state["steps"])
         self._finite = Finite()
         self.observer.reset()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -27,13 +27,15 @@ class Hyperparameters:
     Args:
         values: Numbers, 0-dim tensors, or functions of the step; ``kl_clip`` may be ``None``, ``damping`` may be
             :class:`LevenbergMarquardt`.
+
+    Attributes:
+        values: What they are now.
+        first: What they were in the beginning, also after a state was loaded.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = dict(values)
-        for name, value in self.values.items():
-            if not callable(value) and not isinstance(value, LevenbergMarquardt):
-                checked(name, value)
+        self.values = {n: v if _lives(v) else checked(n, v) for n, v in values.items()}
+        self.first = dict(self.values)
 
     def at(self, name: str, step: int) -> Any:
         """Return a hyperparameter as it is in a step."""
@@ -42,27 +44,47 @@ class Hyperparameters:
             return value.damping
         return checked(name, value(step)) if callable(value) else value
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return numbers, and the state of :class:`LevenbergMarquardt`; functions cannot be saved."""
+        state: dict[str, Any] = {"hyperparameters": {n: v for n, v in self.values.items() if not _lives(v)}}
+        if isinstance(self.values["damping"], LevenbergMarquardt):
+            state["levenberg_marquardt"] = self.values["damping"].state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Undo :meth:`state_dict`; what is a function here stays one."""
+        for name, value in state.get("hyperparameters", {}).items():
+            if name in self.values and not _lives(self.values[name]):
+                self.values[name] = value.clone() if isinstance(value, Tensor) else checked(name, value)
+        if isinstance(self.values["damping"], LevenbergMarquardt) and "levenberg_marquardt" in state:
+            self.values["damping"].load_state_dict(state["levenberg_marquardt"])
+
+
+def _lives(value: Any) -> bool:
+    """Whether a hyperparameter is more than a number."""
+    return callable(value) or isinstance(value, LevenbergMarquardt)
+
 
 def checked(name: str, value: Any) -> Any:
-    """Return a number that a hyperparameter may be, or raise."""
+    """Return a hyperparameter as a number of Python's (which can be saved), a tensor or ``None``, or raise."""
     if isinstance(value, Tensor) or (name == "kl_clip" and value is None):
         return value
     least, above, integer = _RANGES[name]
     kind = "an integer" if integer else "a number"
-    if isinstance(value, bool) or not isinstance(value, int if integer else Real):
+    if isinstance(value, bool) or not isinstance(value, Integral if integer else Real):
         raise TypeError(f"{name}: found {value!r}, expected {kind}.")
     if not (float(value) > least if above else float(value) >= least):
         raise ValueError(f"{name}: found {value!r}, expected {kind} {'>' if above else '>='} {least:g}.")
     if name == "factor_decay" and float(value) > 1:
         raise ValueError(f"factor_decay: found {value!r}, expected at most 1.")
-    return value
+    return int(value) if isinstance(value, Integral) and integer else float(value)
 
 
 class LambdaParamScheduler:
-    """Sets hyperparameters of a :class:`KFACPreconditioner` to their first values times functions of the step.
+    """Sets hyperparameters of a :class:`KFACPreconditioner` or :class:`KFAC` to their first values times functions of the step.
 
-    As torch's ``LambdaLR``, and unlike ``kfac-pytorch``, where factors of all calls multiply up. Update intervals are rounded
-    and are 1 at least.
+    First values are those that they were constructed with, whatever was loaded since. As torch's ``LambdaLR``, and unlike
+    ``kfac-pytorch``, where factors of all calls multiply up. Update intervals are rounded and are 1 at least.
 
     Args:
         preconditioner: Whose hyperparameters are set; those that are functions already cannot be.
@@ -80,11 +102,13 @@ class LambdaParamScheduler:
             raise TypeError(f"LambdaParamScheduler: found {found}, expected some of {sorted(known)}.")
         self._preconditioner = preconditioner
         self._lambdas = {known[k]: f for k, f in lambdas.items() if f is not None}
-        values = preconditioner.hyperparameters.values
+        first = preconditioner.hyperparameters.first
         for name in self._lambdas:
-            if callable(values[name]) or values[name] is None or isinstance(values[name], LevenbergMarquardt):
-                raise ValueError(f"{name}: found {values[name]!r}, expected a number that a scheduler can multiply.")
-        self._first = {name: values[name] for name in self._lambdas}
+            if name not in first:
+                raise ValueError(f"{name}: found no such hyperparameter here, expected one of {sorted(first)}.")
+            if _lives(first[name]) or first[name] is None:
+                raise ValueError(f"{name}: found {first[name]!r}, expected a number that a scheduler can multiply.")
+        self._first = {name: first[name] for name in self._lambdas}
 
     def step(self, step: int | None = None) -> None:
         """Set the hyperparameters for a step, by default the next one of the preconditioner."""

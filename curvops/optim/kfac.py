@@ -17,7 +17,7 @@ from curvops.optim.hyperparameters import Hyperparameters
 from curvops.optim.kfac_options import Number, checked_options, skipped
 from curvops.optim.kronecker_factored import KroneckerFactored, predicted
 from curvops.optim.shell import PreconditionedSGD
-from curvops.optim.start import factors_of
+from curvops.optim.start import checked_curvature, factors_of
 
 
 class KFAC(PreconditionedSGD):
@@ -78,6 +78,8 @@ class KFAC(PreconditionedSGD):
 
         def make(blocks: Blocks) -> KroneckerFactored:
             blocks.refused.update(skipped(getattr(model, "_orig_mod", model), skip_layers))
+            if curvature is not None:
+                checked_curvature(curvature, options.kfac_approx, {n: p for p, n in self._names.items()})
             return KroneckerFactored(
                 blocks,
                 self.hyperparameters,
@@ -106,14 +108,9 @@ class KFAC(PreconditionedSGD):
 
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, numbers, strings and lists only, readable by ``torch.load(..., weights_only=True)``."""
-        state, damping = super().state_dict(), self.hyperparameters.values["damping"]
-        if isinstance(damping, LevenbergMarquardt):
-            state["levenberg_marquardt"] = damping.state_dict()
-        return state
+        return {**super().state_dict(), **self.hyperparameters.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Undo :meth:`state_dict`; the argument stays as it is, and hyperparameters are those here."""
+        """Undo :meth:`state_dict`; the argument stays as it is, and hyperparameters that are functions here stay functions."""
         super().load_state_dict(state_dict)
-        damping = self.hyperparameters.values["damping"]
-        if isinstance(damping, LevenbergMarquardt) and "levenberg_marquardt" in state_dict:
-            damping.load_state_dict(state_dict["levenberg_marquardt"])
+        self.hyperparameters.load_state_dict(state_dict)

@@ -57,16 +57,18 @@ def checked_options(
 def skipped(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, str]:
     """Return the parameters of layers whose name or class a pattern is found in, and why they are skipped.
 
-    A layer is a module with parameters of its own; those inside it go with it.
+    A layer is a module with parameters of its own; those inside it go with it. A module or parameter with several names is
+    skipped by any of them.
     """
     if isinstance(patterns, str):
         raise TypeError(f"skip_layers: found the string {patterns!r}, expected a list of regular expressions.")
     found: dict[str, str] = {}
+    first = {id(p): n for n, p in model.named_parameters()}
     for pattern in patterns or ():
         search = re.compile(pattern, re.IGNORECASE).search
-        for name, module in model.named_modules():
+        for name, module in model.named_modules(remove_duplicate=False):
             own = next(iter(module.parameters(recurse=False)), None)
             if own is not None and (search(name) or search(type(module).__name__)):
-                for inner, _ in module.named_parameters(prefix=name):
-                    found.setdefault(inner, f"skip_layers={pattern!r}")
+                for p in module.parameters():
+                    found.setdefault(first[id(p)], f"skip_layers={pattern!r}")
     return found

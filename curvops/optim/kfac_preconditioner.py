@@ -17,8 +17,8 @@ from curvops.optim.engine import Engine
 from curvops.optim.hyperparameters import Hyperparameters
 from curvops.optim.kfac_options import Number, checked_options, skipped
 from curvops.optim.kronecker_factored import KroneckerFactored, predicted
-from curvops.optim.shell import PreconditionedSGD, gradients, is_plain
-from curvops.optim.start import factors_of
+from curvops.optim.shell import PreconditionedSGD, gradients
+from curvops.optim.start import checked_curvature, factors_of
 
 
 class KFACPreconditioner:
@@ -97,6 +97,8 @@ class KFACPreconditioner:
         params = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self._skipped}
         if not params:
             raise ValueError("The model has no parameter to precondition: all are frozen, or in skip_layers.")
+        if curvature is not None:
+            checked_curvature(curvature, options.kfac_approx, params)
         group: dict[str, Any] = {}
         self._engine = Engine(
             model,
@@ -202,13 +204,10 @@ class KFACPreconditioner:
 
         Args:
             include_factors: Also the factors.
-            include_inverses: Also the decompositions, without which a resumed run makes them anew at once.
+            include_inverses: Also the decompositions, without which a resumed run makes them anew at once; the second moments
+                of EKFAC then begin with products of eigenvalues.
         """
-        values = self.hyperparameters.values
-        state: dict[str, Any] = {"steps": self.steps}
-        state["hyperparameters"] = {n: v for n, v in values.items() if is_plain(v)}
-        if isinstance(values["damping"], LevenbergMarquardt):
-            state["levenberg_marquardt"] = values["damping"].state_dict()
+        state: dict[str, Any] = {"steps": self.steps, **self.hyperparameters.state_dict()}
         if include_factors:
             state["preconditioner"] = self._engine.method.state_dict()
             if not include_inverses:
@@ -228,16 +227,11 @@ class KFACPreconditioner:
         """
         if "steps" not in state_dict or "hyperparameters" not in state_dict:
             raise ValueError(f"state_dict: found entries {sorted(state_dict)}, expected those of a KFACPreconditioner.")
-        values = self.hyperparameters.values
-        for name, value in state_dict["hyperparameters"].items():
-            if name in values and not callable(values[name]) and not isinstance(values[name], LevenbergMarquardt):
-                values[name] = value
-        if isinstance(values["damping"], LevenbergMarquardt) and "levenberg_marquardt" in state_dict:
-            values["damping"].load_state_dict(state_dict["levenberg_marquardt"])
         method = state_dict.get("preconditioner", {"factors": []})
+        self._engine.load_state_dict({"steps": state_dict["steps"], "preconditioner": method})
+        self._engine.method.patient = not compute_inverses
+        self.hyperparameters.load_state_dict(state_dict)
         if not method["factors"]:
             warnings.warn(
                 "The state has no factors: gradients stay as they are until the next update of factors.", stacklevel=2
             )
-        self._engine.load_state_dict({"steps": state_dict["steps"], "preconditioner": method})
-        self._engine.method.patient = not compute_inverses

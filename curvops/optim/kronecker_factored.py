@@ -191,7 +191,7 @@ class KroneckerFactored:
                 wide = d.to(B.dtype)
                 Fd = B @ wide if A is None else B @ wide @ A
                 total.append((X[block].to(B.dtype) * wide).sum() + (wide * (Fd + damping * wide)).sum() / 2)
-        return torch.stack(total).sum()
+        return torch.stack(total).sum() if total else torch.zeros(())
 
     # ---- as operators --------------------------------------------------------------------------
     def operator(self, params: Mapping[str, Tensor]) -> LinearOperator:
@@ -229,11 +229,12 @@ class KroneckerFactored:
     def memory(self, statistic: Any) -> dict[str, int]:
         """Return bytes of factors, of what is observed for the next ones, and of decompositions."""
         averages, found, batch = self.averages.of.values(), self.solutions.values(), _factors(statistic).sums.values()
+        inputs, gradients = statistic.statistics[1].memory() if self._corrected else (0, 0)
         return {
             "a_factors": _bytes(f.A for f in averages),
             "g_factors": _bytes(f.B for f in averages),
-            "a_batch": _bytes(f.A for f in batch),
-            "g_batch": _bytes(f.B for f in batch),
+            "a_batch": inputs + _bytes(f.A for f in batch),
+            "g_batch": gradients + _bytes(f.B for f in batch),
             "a_inverses": _bytes(t for s in found for t in (s.A, s.a)),
             "g_inverses": _bytes(t for s in found for t in (s.B, s.b, s.values, s.reciprocals)),
         }
@@ -245,13 +246,15 @@ class KroneckerFactored:
         return {"factors": self.averages.state_dict(), "solutions": solutions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`state_dict`; without decompositions, they are made in the next step."""
+        """Undo :meth:`state_dict`; without decompositions, or with those of another method, they are made in the next step."""
         self.averages.load_state_dict(state["factors"], self._blocks)
         blocks = list(self.averages.of)
         self.solutions = {}
         for k, tensors in state.get("solutions", {}).items():
             device = blocks[k].parameter.device
-            self.solutions[blocks[k]] = Solution(**{n: t.to(device, copy=True) for n, t in tensors.items()})
+            found = Solution(**{"A": None, **{n: t.to(device, copy=True) for n, t in tensors.items()}})
+            if found.made_by(self._options.compute_method, self._options.prediv):
+                self.solutions[blocks[k]] = found
         self._squares, self._weights, self._fresh = {}, {}, False
 
 

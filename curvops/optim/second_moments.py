@@ -45,6 +45,13 @@ class EachPass:
     def close(self, seen: Observation) -> None:
         """Do nothing: passes are complete."""
 
+    def memory(self) -> tuple[int, int]:
+        """Return bytes of the inputs and of the gradients that are kept; what several blocks share counts once."""
+        blocks = [block for _, block in self.kept.blocks or []]
+        inputs = {(s.x.data_ptr(), s.x.shape): s.x for b in blocks for s in b.sources}
+        gradients = [c for b in blocks for p in b.passes for c in p if c is not None]
+        return sum(x.nbytes for x in inputs.values()), sum(c.nbytes for c in gradients)
+
     def merge(self, other: EachPass) -> None:
         """Keep the blocks of other data."""
         self.kept.merge(other.kept)

@@ -2,6 +2,7 @@
 
 # Each file registers its rules.
 from curvops.kfac.rules import conv as _conv  # noqa: F401
+from curvops.kfac.rules import conv_transpose as _conv_transpose  # noqa: F401
 from curvops.kfac.rules import linear as _linear  # noqa: F401
 from curvops.kfac.rules._base import Form as Form
 from curvops.kfac.rules._base import Operation as Operation

@@ -63,6 +63,10 @@ class Form(ABC):
             return 1, prod(shape[1:]), shape[0]
         return self.groups, shape[0] // self.groups, prod(shape[1:])
 
+    def arrangement(self, shape: tuple[int, ...]) -> Tensor | None:
+        """Return where the entries of ``[G, d_out, d_in]`` lie in a weight of this shape; ``None``: one after the other."""
+        return None
+
     def rows(self, x: Tensor, index: slice | Tensor) -> Tensor:
         """Map the input to some rows of ``X``, in any order of memory: ``[G, m, S, d_in]``."""
         return self.inputs(x)[:, index]
