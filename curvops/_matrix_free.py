@@ -79,6 +79,8 @@ class BatchOperator(LinearOperator):
         range_: Likewise.
     """
 
+    _PASSES_ON = (EmpiricalRisk,)
+
     def __init__(self, risk: EmpiricalRisk, domain: Shapes, range_: Shapes, **keywords: Any) -> None:
         self._risk = risk
         self._cache: Cache | None = None

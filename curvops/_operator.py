@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import reduce
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor
 
 from curvops._forms import NUMPY_DTYPE, Shapes, Space, checked_names, is_torch, join, read, split, write
+from curvops._keywords import check_keywords
 from curvops._scalars import accumulation_dtype, is_scalar, real_scalar, wide
 
 #: Unit vectors multiplied at once by the queries that need columns.
@@ -46,6 +47,13 @@ class LinearOperator(ScipyLinearOperator, ABC):
         domain_names: Names of the blocks in the dict form.
         range_names: Likewise for the answer.
     """
+
+    #: Classes whose constructors take the keywords that this one does not know itself.
+    _PASSES_ON: ClassVar[tuple[type, ...]] = ()
+
+    def __new__(cls, *args: Any, **keywords: Any) -> Any:
+        check_keywords(cls, keywords)
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -92,6 +92,8 @@ def _output_shapes(risk: EmpiricalRisk) -> list[tuple[int, ...]]:
 class TransposedJacobianLinearOperator(LinearOperator):
     """The transpose of :class:`JacobianLinearOperator`, with its arguments; ``op.T`` is that Jacobian."""
 
+    _PASSES_ON = (JacobianLinearOperator,)
+
     def __init__(self, model: Model, params: Params, data: Iterable[tuple[Any, Any]], **keywords: Any) -> None:
         self._adopt(JacobianLinearOperator(model, params, data, **keywords))
 
@@ -128,6 +130,8 @@ class NTKLinearOperator(LinearOperator):
     Args:
         model, params, data: See :class:`JacobianLinearOperator`, and there for other keywords.
     """
+
+    _PASSES_ON = (JacobianLinearOperator,)
 
     def __init__(self, model: Model, params: Params, data: Iterable[tuple[Any, Any]], **keywords: Any) -> None:
         self.jacobian = JacobianLinearOperator(model, params, data, **keywords)

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1] / "curvops"
 
 FLOORS: list[set[str]] = [
-    {"_operator", "_algebra", "_forms", "_communicator", "_random", "_linalg", "_gram", "_scalars", "structured"},
+    {"_operator", "_algebra", "_forms", "_communicator", "_random", "_linalg", "_keywords", "_gram", "_scalars", "structured"},
     {
         "_params",
         "_traceless",

@@ -77,7 +77,7 @@ def checked(name: str, value: Any) -> Any:
         raise ValueError(f"{name}: found {value!r}, expected {kind} {'>' if above else '>='} {least:g}.")
     if name == "factor_decay" and float(value) > 1:
         raise ValueError(f"factor_decay: found {value!r}, expected at most 1.")
-    return int(value) if isinstance(value, Integral) and integer else float(value)
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 class LambdaParamScheduler:
