@@ -73,6 +73,8 @@ class Observer:
     def reset(self) -> None:
         """Forget everything: what was committed, and what is still on its way."""
         self.forget_committed()
+        for seen in list(self._live):
+            seen.forget()
         self._live.clear()
 
     def forget_committed(self) -> None:
@@ -142,9 +144,10 @@ class Observer:
             window, self._open[-1] = self._open[-1], None
         window.stack.close()
         if failed:
-            window.seen.keep([])
+            window.seen.forget()
             return compiler
         if window.late:
+            window.seen.forget()
             raise RuntimeError(
                 "A backward pass ran inside `observe()` before the forward pass was complete. The model is not called as a "
                 "whole there, so leave the block before the backward pass."
@@ -167,7 +170,7 @@ class Observer:
             seen.layouts = self._laid_out(uses, output)
         if self._hints.fisher is not None:
             self._draw(uses, output, seen.counts)
-            seen.keep([])
+            seen.forget()
             return
         seen.keep(uses)
         self._live.add(seen)

@@ -82,9 +82,15 @@ class ForwardPass:
 
     def keep(self, uses: list[Use]) -> None:
         """Settle which uses count."""
+        for use in (*self._uses, *uses):
+            use.edge = None  # nodes hold uses by their hooks: a circle that nobody would ever collect
         self._uses, self._sites = uses, None
-        for use in uses:
-            use.edge = None
+
+    def forget(self) -> None:
+        """Let go of all tensors: the graph may live on, for as long as the user keeps its loss."""
+        self.keep([])
+        self.layouts, self._fed = {}, set()
+        self._staged.clear()
 
     def stage(self, use: Use, gradient: Tensor) -> None:
         """Hold the gradient of an output until it is known what for."""

@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from curvops import KFACLinearOperator
+from curvops.kfac.uses import Use
 from curvops.optim import KFAC, SINGD, KFACPreconditioner
+from curvops.optim.passes import ForwardPass
 
 LOSS = loss_of("mlp", "mean")
 
@@ -372,3 +374,49 @@ def test_R9_steps_that_do_not_observe_cost_nothing():
         seen.append(optimizer._engine.observer.counts.passes)
         optimizer.step()
     assert seen == [1, 0, 0, 1, 0, 0]
+
+
+def forward_passes():
+    gc.collect()
+    return [o for o in gc.get_objects() if type(o) is ForwardPass]
+
+
+def test_R9_nothing_goes_in_circles_through_the_graph():
+    """Python cannot collect circles through nodes of autograd: none with uncovered and drawn uses, nor after errors."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    X, y = next(batches("mlp", 1))
+    before = len(forward_passes())
+    optimizer = KFAC(net)
+    for fisher in ({}, {"fisher_type": "mc", "loss": nn.CrossEntropyLoss(), "target": y}):
+        optimizer.zero_grad()
+        with optimizer.observe(**fisher):
+            out = net(X)
+        LOSS(out, y).backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="leave the block"), optimizer.observe():
+        LOSS(net[2](net[1](net[0](X))), y).backward()
+    net(X)
+    optimizer.zero_grad()
+    del out
+    optimizer.close()
+    assert len(forward_passes()) == before
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: SINGD(n, T=1), lambda n: KFAC(n, compute_method="ekfac")], ids=["SINGD", "EKFAC"]
+)
+def test_R9_losses_that_are_kept_keep_no_activations(make):
+    """Summing up losses with their graphs is a common slip; after a step those graphs are empty, as without the optimizer."""
+    before = {id(o) for o in forward_passes()}
+    net, kept = mlp(), []
+    optimizer = make(net)
+    for X, y in batches("mlp", 3):
+        optimizer.zero_grad()
+        kept.append(LOSS(net(X), y))
+        kept[-1].backward()
+        optimizer.step()
+    passes = [o for o in forward_passes() if id(o) not in before]
+    assert len(passes) == 3  # the graphs are there, and what watched them
+    held = [t for o in passes for part in gc.get_referents(vars(o)) for t in gc.get_referents(part)]
+    assert not [t for t in held if type(t) in (torch.Tensor, Use)]
