@@ -125,7 +125,7 @@ def _each(factors: Mapping[str, Pair], f: Callable[[Tensor, str], tuple[Tensor, 
     places = [(label, side) for label, pair in factors.items() for side in (0, 1) if pair[side] is not None]
     for equal in alike(places, lambda p: (factors[p[0]][p[1]].shape[-1], factors[p[0]][p[1]].dtype)):
         own = [factors[label][side] for label, side in equal]
-        results = f(joined(own), ", ".join(label for label, _ in equal))
+        results = f(joined(own), ", ".join(dict.fromkeys(label for label, _ in equal)))
         for k, (label, side) in enumerate(equal):
             found[label][side] = tuple(parted(t, own)[k] for t in results)
     return found
@@ -137,7 +137,9 @@ def _eigh(F: Tensor, label: str) -> tuple[Tensor, Tensor]:
     size = _size(S)
     try:
         values, Q = torch.linalg.eigh(S / size)
-    except torch.linalg.LinAlgError:  # float64, the CPU, jitter: each step waits for the device
+    except (
+        RuntimeError
+    ):  # LinAlgError, and what vendors raise: then float64, the CPU, jitter, each of which waits for the device
         return _linalg.eigh_psd(F, label)
     values = values * size.squeeze(-1)
     return torch.where(values > _linalg.noise(F) * values[..., -1:], values, 0.0), Q

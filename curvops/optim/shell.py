@@ -81,7 +81,7 @@ class PreconditionedSGD(Optimizer):
     # ---- observation ---------------------------------------------------------------------------
     @contextmanager
     def observe(
-        self,
+        self: Any,  # KFACPreconditioner has it, too
         *,
         loss_terms: int | None = None,
         fisher_type: str = "empirical",

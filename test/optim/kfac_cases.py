@@ -10,6 +10,9 @@ import torch.nn.functional as F
 from optim.cases import F64, batches, mlp, observed, rows
 from torch import Tensor, nn
 
+from curvops.optim import KFACPreconditioner
+
+LOSS = nn.CrossEntropyLoss()
 METHODS = ("eigen", "inverse", "ekfac")
 #: What every method multiplies gradients by, in the words of ``inverse(damping, how)``.
 HOW = {"eigen": "exact", "inverse": "factors", "ekfac": "exact"}
@@ -49,7 +52,7 @@ class Pooled(nn.Module):
         return self.last(self.first(x).tanh().mean(1))
 
 
-def convolutions(mode: str = "zeros", padding: Any = 1) -> nn.Sequential:
+def convolutions(mode: Any = "zeros", padding: Any = 1) -> nn.Sequential:
     """Groups, stride, dilation, padding by word and by number, with and without bias."""
     first = nn.Conv2d(2, 4, 3, padding="same", padding_mode=mode, groups=2)
     second = nn.Conv2d(4, 3, (2, 3), stride=2, dilation=(1, 2), padding=padding, padding_mode=mode, bias=False)
@@ -104,6 +107,22 @@ def gradients_of(preconditioner: Any, net: nn.Module, X: Tensor, y: Tensor) -> t
     return g, flat_gradient(net)
 
 
+def net_and_data(n: int = 8) -> tuple[nn.Sequential, Tensor, Tensor]:
+    """A convolution and a linear layer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3)).double()
+    return net, torch.randn(n, 2, 6, 6, dtype=F64), torch.randint(3, (n,))
+
+
+def step(net: nn.Module, X: Tensor, y: Tensor, **options: Any) -> KFACPreconditioner:
+    """Make one step without clipping; return the preconditioner, which is off the model again."""
+    with KFACPreconditioner(net, kl_clip=None, **options) as preconditioner:
+        net.zero_grad()
+        LOSS(net(X), y).backward()
+        preconditioner.step()
+    return preconditioner
+
+
 def close(found: Tensor, want: Tensor, tolerance: float = 1e-12) -> None:
     """Insist on a small error relative to the norm."""
     error = torch.linalg.vector_norm(found - want) / torch.linalg.vector_norm(want)
@@ -111,7 +130,7 @@ def close(found: Tensor, want: Tensor, tolerance: float = 1e-12) -> None:
 
 
 # ---- formulas -----------------------------------------------------------------------------------
-def layers(net: nn.Module) -> list[nn.Module]:
+def layers(net: nn.Module) -> list[Any]:
     return [m for m in net.modules() if isinstance(m, LAYERS)]
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from optim.cases import F64
-from optim.kfac_cases import HOW, PROBLEMS, close, flattened, gradients_of, problem
+from optim.kfac_cases import HOW, LOSS, PROBLEMS, close, flattened, gradients_of, problem
 from torch import nn
 
 from curvops import EKFACLinearOperator, KFACLinearOperator
 from curvops.optim import KFACPreconditioner
 
-LOSS = nn.CrossEntropyLoss()
 #: Methods, with and without reciprocals kept.
 WAYS = [("eigen", True), ("eigen", False), ("inverse", True), ("ekfac", True), ("ekfac", False)]
 

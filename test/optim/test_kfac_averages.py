@@ -205,9 +205,10 @@ def test_R5_schedules(later):
             LambdaParamScheduler(preconditioner, **bad).step()
     with pytest.raises(TypeError, match="momentum_lambda"):
         LambdaParamScheduler(preconditioner, momentum_lambda=lambda t: 1)
+    preconditioner.close()
+    unclipped = KFACPreconditioner(net, kl_clip=None)
     with pytest.raises(ValueError, match="kl_clip: found None"):
-        preconditioner.close()
-        LambdaParamScheduler(KFACPreconditioner(net, kl_clip=None), kl_clip_lambda=lambda t: 1)
+        LambdaParamScheduler(unclipped, kl_clip_lambda=lambda t: 1)
 
 
 def test_R5_the_decay_of_martens_and_grosse():

@@ -1,51 +1,56 @@
 """Every defect of kfac-pytorch that was verified, as far as one process goes: where it is tested, or why it cannot arise.
 
-* scale of factors, batch size, positions, accumulation, identity in the average: ``test_R5_the_gradient_is...``,
-  ``test_R5_the_running_average_has_no_identity_in_it``, ``test_R4_micro_batches_equal_the_batch``, and below;
-* deadlocks: hooks add to local sums, nothing is sent from them;
-* a double update of A under activation checkpointing: ``test_R9_activation_checkpoints``;
-* ``torch.amp.GradScaler`` rejected: ``test_R7_the_preconditioner_between...``; A in bfloat16: ``test_R7_autocast``;
-* a NaN batch poisons factors, a failed decomposition ends training: ``test_R7_a_preconditioner_leaves...``, and below;
-* resume: ``test_R8_a_preconditioner_goes_on_bit_for_bit``; names and shapes: ``test_R8_states_that_do_not_fit...``;
-* ``kl_clip=None``: ``test_R5_kl_clip``; names of methods as strings: ``test_bad_arguments``; "case-insensitive" skipping:
-  ``test_R5_layers_that_are_skipped``; schedulers that compound: ``test_R5_schedules``;
-* convolutions with groups, dilation, padding: ``test_R5_the_gradient_is...[conv]``, ``test_singd_defects``; memory formats,
-  transposed inputs: below; keywords, in-place activations: ``test_singd_defects``;
-* unused layers, frozen biases, tied weights, shared modules: ``test_every_parameter``, and below;
-* hooks that stay, gradients of evaluation: ``test_observation``; parameter groups: ``KFAC``, ``test_R6_groups...``;
-* no statistics of what it does: ``clip_scale``, ``operator``, ``memory_usage``, ``treatments``.
+"Below" is this file, or ``test_kfac_pytorch_defects_layers``.
+
+=============================================  =====================================================================
+defect                                         here
+=============================================  =====================================================================
+scale of convolutions' factors (no-op)         ``test_R5_the_block_of_a_single_convolution_is_its_fisher``; below
+factors depend on batch size, accumulation     below; ``test_R4_micro_batches_equal_the_batch``
+factors depend on the number of positions      below
+average begins with an identity, no bias       ``test_R5_the_running_average_has_no_identity_in_it``
+correction
+deadlocks                                      impossible: hooks add to local sums, nothing is sent from them
+A counted twice under checkpoints              ``test_R9_activation_checkpoints``; a forward pass without gradients: below
+``torch.amp.GradScaler`` rejected              ``test_R7_the_preconditioner_between_unscale_and_step``; below
+A in bfloat16 under autocast                   ``test_R7_autocast``; below
+inf or NaN batch poisons factors               ``test_R7_a_preconditioner_leaves_gradients_that_are_not_finite``; below
+a failed decomposition ends training           below
+resume: crash, factors only, names, shapes     ``test_kfac_state``, ``test_kfac_state_elsewhere``
+no versions of states                          states say what they hold: what does not fit is refused or made anew
+``kl_clip=None``                               ``test_R5_kl_clip``
+``'eigen'`` slips through a check              below: names and members of the enumeration are one
+"case-insensitive" skipping is not             ``test_R5_layers_that_are_skipped``
+schedulers compound                            ``test_R5_schedules``, ``test_R8_schedules_go_on``
+groups, dilation, padding modes, ``'same'``    ``test_R5_the_gradient_is_that_of_the_operators_inverse``
+channels_last, transposed inputs               below
+keywords, activations in place                 below
+unused layers, frozen bias                     below
+tied weights, shared modules                   ``test_R5_the_gradient_is_that...[tied], [shared]``, ``test_every_parameter``
+other layers, attention                        ``test_R6_an_encoder_is_trained_whole``; below: convolutions of all kinds,
+                                               cells; embeddings, norms and LSTM keep their gradients, and say so
+torch.compile, names with ``_orig_mod.``       ``test_R9_compiled_models``; below
+hooks cannot be removed, are saved and copied  ``test_R9_nothing_is_left_behind``, ``test_R9_copies_of_an_observed_model...``
+a step cannot be skipped                       ``reset_batch``: ``test_R5_a_batch_may_be_thrown_away``
+no parameter groups                            ``KFAC``: ``test_R6_groups_are_as_optimizers_of_their_own``
+no damping by layer                            as there: one damping for all; ``SINGD`` has one for every group
+no statistics of ``ν``, no spectra             below: ``clip_scale``, ``operator.eigenvalues()``
+FSDP, DTensor, DeepSpeed, GPT-NeoX, HYBRID     several processes: not here
+=============================================  =====================================================================
 """
 
 from __future__ import annotations
 
-import pytest
 import torch
 from optim.cases import F64
+from optim.kfac_cases import LOSS, close, net_and_data, step
 from torch import nn
 
-from curvops import KFACLinearOperator
 from curvops.optim import KFACPreconditioner
-
-LOSS = nn.CrossEntropyLoss()
-
-
-def net_and_data(n=8):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3)).double()
-    return net, torch.randn(n, 2, 6, 6, dtype=F64), torch.randint(3, (n,))
-
-
-def step(net, X, y, **options):
-    preconditioner = KFACPreconditioner(net, kl_clip=None, **options)
-    net.zero_grad()
-    LOSS(net(X), y).backward()
-    preconditioner.step()
-    preconditioner.close()
-    return preconditioner
 
 
 def test_R11_convolutions_are_preconditioned():
-    """Its normalisation made the direction of convolutional layers that of the gradient."""
+    """Its normalisation made the direction of convolutional layers that of the gradient, to 1e-13."""
     net, X, y = net_and_data()
     LOSS(net(X), y).backward()
     g = net[0].weight.grad.flatten().clone()
@@ -55,75 +60,75 @@ def test_R11_convolutions_are_preconditioned():
 
 def test_R11_factors_do_not_know_the_batch_size():
     net, X, y = net_and_data()
+    once, twice = step(net, X, y), step(net, torch.cat([X, X]), torch.cat([y, y]))
+    close(twice.operator.to_dense(), once.operator.to_dense())
+
+
+def test_R11_factors_do_not_know_how_the_batch_was_accumulated():
+    """Losses divided by the number of passes, as its users do."""
+    net, X, y = net_and_data()
     once = step(net, X, y)
-    twice = step(net, torch.cat([X, X]), torch.cat([y, y]))
-    torch.testing.assert_close(once.operator.to_dense(), twice.operator.to_dense(), rtol=1e-12, atol=1e-14)
+    preconditioner = KFACPreconditioner(net, accumulation_steps=4)
+    for x, t in zip(X.split(2), y.split(2), strict=True):
+        (LOSS(net(x), t) / 4).backward()
+    preconditioner.step()
+    close(preconditioner.operator.to_dense(), once.operator.to_dense())
 
 
-@pytest.mark.parametrize(
-    "change", [lambda X: X.contiguous(memory_format=torch.channels_last), lambda X: X.mT.contiguous().mT]
-)
-def test_R11_memory_formats_and_transposed_inputs(change):
+def test_R11_the_curvature_does_not_know_the_number_of_positions():
+    """A 1x1 convolution, averaged over positions that are all alike, is a linear layer: 'reduce' says so exactly."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 3, 1).double()
+    x, y = torch.randn(8, 4, 1, 1, dtype=F64), torch.randint(3, (8,))
+    dense = []
+    for size in (1, 2, 5):
+        net = nn.Sequential(layer, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        dense.append(step(net, x.expand(-1, -1, size, size).contiguous(), y, kfac_approx="reduce").operator.to_dense())
+    close(dense[1], dense[0])
+    close(dense[2], dense[0])
+
+
+def test_R11_forward_passes_without_gradients_count_nothing():
+    """Evaluation and sampling in train mode entered its factors."""
     net, X, y = net_and_data()
-    a, b = step(net, X, y), step(net, change(X), y)
-    torch.testing.assert_close(a.operator.to_dense(), b.operator.to_dense(), rtol=1e-12, atol=1e-14)
+    want = step(net, X, y)
+    preconditioner = KFACPreconditioner(net, kl_clip=None)
+    with torch.no_grad():
+        net(7 * X)
+    net(5 * X)  # and one that nothing comes back to
+    net.zero_grad()
+    LOSS(net(X), y).backward()
+    net(3 * X)
+    preconditioner.step()
+    close(preconditioner.operator.to_dense(), want.operator.to_dense())
 
 
-@pytest.mark.parametrize("method", ["eigen", "inverse", "ekfac"])
-def test_R11_dead_layers_and_constant_inputs(method):
-    """Factors of rank zero and one, and of size 1e-20 and 1e20."""
-    for scale in (0.0, 1e-20, 1e20):
-        net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3)).double()
-        with torch.no_grad():
-            net[0].bias.fill_(-1e30)
-        step(net, scale * torch.ones(6, 4, dtype=F64), torch.zeros(6, dtype=torch.long), compute_method=method)
-        assert all(torch.isfinite(p.grad).all() for p in net.parameters())
-
-
-def test_R11_layers_that_are_never_used():
+def test_R11_gradients_of_a_scaler_are_seen_unscaled():
     net, X, y = net_and_data()
-    net.extra = nn.Linear(2, 2)
-    run = nn.Sequential.forward
-    net.forward = lambda x: run(nn.Sequential(*list(net)[:4]), x)
-    preconditioner = step(net, X, y)
-    assert net.extra.weight.grad is None
-    assert "extra.weight" not in preconditioner.treatments
+    want = step(net, X, y)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.0)
+    preconditioner = KFACPreconditioner(net, kl_clip=None, grad_scaler=scaler)
+    net.zero_grad()
+    scaler.scale(LOSS(net(X), y)).backward()
+    scaler.unscale_(sgd)
+    preconditioner.step()
+    scaler.step(sgd)
+    scaler.update()
+    close(preconditioner.operator.to_dense(), want.operator.to_dense())
 
 
-def test_R11_a_frozen_bias_leaves_the_layer():
-    net, X, y = net_and_data()
-    net[3].bias.requires_grad_(False)
-    params = {n: p for n, p in net.named_parameters() if p.requires_grad}
-    K = KFACLinearOperator(net, LOSS, params, [(X, y)], fisher_type="empirical")
-    preconditioner = step(net, X, y)
-    assert net[3].bias.grad is None
-    torch.testing.assert_close(preconditioner.operator.to_dense(), K.to_dense(), rtol=1e-11, atol=1e-13)
-
-
-def test_R11_a_decomposition_that_fails_goes_on_in_another_way(monkeypatch):
-    net, X, y = net_and_data()
-    want = step(net, X, y, damping=0.1)
-    g = [p.grad.clone() for p in net.parameters()]
-    eigh, calls = torch.linalg.eigh, []
-
-    def fails_once(M):
-        calls.append(M.shape)
-        if len(calls) == 1:
-            raise torch.linalg.LinAlgError("did not converge")
-        return eigh(M)
-
-    monkeypatch.setattr(torch.linalg, "eigh", fails_once)
-    step(net, X, y, damping=0.1)
-    assert want.steps == 1
-    for a, p in zip(g, net.parameters(), strict=True):
-        torch.testing.assert_close(a, p.grad, rtol=1e-9, atol=1e-11)
-
-
-def test_R11_half_precision_parameters_keep_precise_factors():
-    net = nn.Linear(6, 3).to(torch.bfloat16)
-    X, y = torch.randn(40, 6).to(torch.bfloat16), torch.randint(3, (40,))
-    preconditioner = step(net, X, y)
-    rows = torch.cat([X.double(), torch.ones(40, 1, dtype=F64)], 1)
+def test_R11_autocast_does_not_reach_the_factors():
+    """``A`` is that of the layer's float32 inputs, before autocast rounds them."""
+    torch.manual_seed(0)
+    net, X, y = nn.Linear(6, 3), torch.randn(40, 6), torch.randint(3, (40,))
+    preconditioner = KFACPreconditioner(net)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(X)
+    assert out.dtype == torch.bfloat16
+    LOSS(out.float(), y).backward()
+    preconditioner.step()
     found = preconditioner.operator.factors["weight"].input
+    rows = torch.cat([X.double(), torch.ones(40, 1, dtype=F64)], 1)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), rows.T @ rows / 40, rtol=1e-6, atol=1e-6)
+    close(found.double(), rows.T @ rows / 40, 1e-6)
