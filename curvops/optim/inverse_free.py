@@ -179,14 +179,15 @@ class InverseFree:
         return {"blocks": blocks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Undo :meth:`state_dict`."""
-        self.factors, self._prepared = {}, {}
+        """Undo :meth:`state_dict`; what does not fit leaves the factors as they are."""
+        found: dict[Block, Factors] = {}
         for saved in state["blocks"]:
             block = self._blocks.restore(Placement.from_state_dict(saved["placement"]))
             now = self._first(block)
             K, C = _loaded(now.K, saved["K"]), _loaded(now.C, saved["C"])
             m = (_loaded(now.K, saved["m_K"]), _loaded(now.C, saved["m_C"])) if "m_K" in saved else None
-            self.factors[block] = Factors(K, C, m, block.group["T"])
+            found[block] = Factors(K, C, m, block.group["T"])
+        self.factors, self._prepared = found, {}
 
 
 def _dtypes(block: Block) -> tuple[torch.dtype, torch.dtype]:

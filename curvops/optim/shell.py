@@ -138,8 +138,8 @@ class PreconditionedSGD(Optimizer):
 
     def _descend(self, grads: dict[str, Tensor]) -> None:
         updating = self._engine.look(grads)
-        if updating:
-            self._assign(grads)
+        reasons = self._engine.reasons()
+        self._assign(grads if updating else {n: g for n, g in grads.items() if n in reasons})
         scaling = {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
         ok, clean, directions = self._engine.precondition(grads, updating, **scaling)
         fallback = {n: directions.pop(n) for n in grads if n in self._fallback}
@@ -230,16 +230,27 @@ class PreconditionedSGD(Optimizer):
                 f"state_dict: found the state of another {'model' if found else 'optimizer'}, expected the parameters of this "
                 f"one, in its order; they differ in {found}."
             )
-        groups = [{**live, **saved} for live, saved in zip(self.param_groups, state_dict["param_groups"], strict=True)]
-        before = self.param_groups
+        before, state = [dict(group) for group in self.param_groups], self.state
+        groups = [{**live, **saved} for live, saved in zip(before, state_dict["param_groups"], strict=True)]
+        live = self.param_groups
         super().load_state_dict({"state": copied(state_dict["state"]), "param_groups": groups})
-        for live, new in zip(before, self.param_groups, strict=True):  # blocks refer to the groups
-            live.clear()
-            live.update(new)
-        self.param_groups = before
+        self._renew(live, self.param_groups)
+        try:
+            self._engine.load_state_dict(state_dict)
+        except Exception:
+            self._renew(live, before)
+            self.state = state
+            raise
         self._fallback.load_state_dict(copied(state_dict["fallback"]), self._params)
         self._engine.blocks.refused.update(self._fallback.reasons)
-        self._engine.load_state_dict(state_dict)
+
+    def _renew(self, live: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        """Give the groups other contents; blocks refer to them, so they stay."""
+        for group, new in zip(live, groups, strict=True):
+            content = dict(new)
+            group.clear()
+            group.update(content)
+        self.param_groups = live
 
 
 def _groups(params: Iterable[Any] | None, model: nn.Module) -> list[Any]:

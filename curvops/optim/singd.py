@@ -15,7 +15,7 @@ from curvops.optim.blocks import Block, Blocks
 from curvops.optim.check import check_hyperparameters, check_loss_average
 from curvops.optim.inverse_free import InverseFree
 from curvops.optim.shell import PreconditionedSGD
-from curvops.optim.start import roots_of
+from curvops.optim.start import checked_curvature, roots_of
 from curvops.structured import StructuredMatrix, structure
 
 
@@ -97,6 +97,10 @@ class SINGD(PreconditionedSGD):
             return None if curvature is None else roots_of(curvature, block)
 
         def make(blocks: Blocks) -> InverseFree:
+            if curvature is not None:
+                params = {n: p for p, n in self._names.items()}
+                for approx in {group["kfac_approx"] for group in self.param_groups}:
+                    checked_curvature(curvature, approx, params)
             return InverseFree(blocks, self.param_groups, start)
 
         super().__init__(

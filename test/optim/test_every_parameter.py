@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from optim.cases import F64, Oracle, batches, difference, loss_of, mlp
@@ -423,3 +425,21 @@ def test_R6_complex_parameters_need_an_optimizer_for_them():
     optimizer, before = SINGD(net, fallback=lambda groups: torch.optim.AdamW(groups)), net.w.detach().clone()
     step(net, optimizer, X, y)
     assert not torch.equal(net.w, before)
+
+
+@every_method
+@pytest.mark.parametrize(
+    "net", [nn.LayerNorm(5), nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5))], ids=["norm", "frozen"]
+)
+def test_R6_models_in_which_no_trained_parameter_has_a_rule(net, method):
+    """They are trained by the fallback alone."""
+    net = copy.deepcopy(net).double()
+    if isinstance(net, nn.Sequential):
+        net[0].requires_grad_(False)
+    optimizer, (X, y) = MAKE[method](net), next(batches("mlp", 1))
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    for _ in range(3):
+        step(net, optimizer, X, y)
+    for name, p in net.named_parameters():
+        assert torch.equal(p, before[name]) != p.requires_grad
+    assert {t.split(":")[0] for t in optimizer.treatments.values()} == {"fallback adamw"}

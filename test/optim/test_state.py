@@ -221,3 +221,25 @@ def test_R8_states_that_do_not_fit_are_refused_by_name():
         KFACPreconditioner(Other().double()).load_state_dict(preconditioner.state_dict())
     with pytest.raises(ValueError, match="expected those of a KFACPreconditioner"):
         preconditioner.load_state_dict({"state": {}})
+
+
+@pytest.mark.parametrize("kind", ["dense", "KFAC eigen"])
+def test_R8_a_state_that_is_refused_changes_nothing(kind):
+    data, model = list(batches("mlp", 3)), mlp()
+    optimizer = MAKE[kind](model)
+    train(model, optimizer, data)
+    before = frozen(optimizer.state_dict())
+    wide = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    other = MAKE[kind](wide)
+    other.param_groups[0]["lr"] = 0.5
+    train(wide, other, data)
+    with pytest.raises(ValueError, match="does not fit the parameters here"):
+        optimizer.load_state_dict(other.state_dict())
+    assert equal(optimizer.state_dict(), before)
+    twin = mlp()
+    twin.load_state_dict(model.state_dict())
+    resumed = MAKE[kind](twin)
+    resumed.load_state_dict(before)
+    for m, o in ((model, optimizer), (twin, resumed)):
+        train(m, o, data)
+    assert difference(model, twin) == 0.0
