@@ -23,7 +23,7 @@ Group = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Moment:
+class Occasion:
     """When an update happens, and on what scale its gradients are.
 
     Attributes:
@@ -57,7 +57,7 @@ class Preconditioner(Protocol):
     def register(self, statistic: Any) -> None:
         """Make a block of everything that was observed."""
 
-    def update(self, statistic: Any, counts: Counts, moment: Moment) -> dict[str, Tensor]:
+    def update(self, statistic: Any, counts: Counts, occasion: Occasion) -> dict[str, Tensor]:
         """Prepare an update from what was observed; return numbers that must be finite, by what they are called."""
 
     def settle(self, ok: Tensor) -> None:
@@ -202,8 +202,8 @@ class Engine:
         """
         numbers = {f"the gradient of {n!r}": telltale(g) for n, g in grads.items()}
         if updating:
-            moment = Moment(self.steps, self._scale(grad_scale, found_inf), self._finite.owed)
-            numbers |= self.method.update(self.observer.statistic, self.observer.counts, moment)
+            occasion = Occasion(self.steps, self._scale(grad_scale, found_inf), self._finite.owed)
+            numbers |= self.method.update(self.observer.statistic, self.observer.counts, occasion)
         ok = self._finite.check(numbers, updating=updating, found_inf=found_inf)
         if updating:
             self.method.settle(ok)

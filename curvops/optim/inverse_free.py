@@ -12,7 +12,7 @@ from curvops._operator import LinearOperator
 from curvops._scalars import accumulation_dtype
 from curvops.kfac.sites import Site
 from curvops.optim.blocks import Block, Blocks
-from curvops.optim.engine import Moment
+from curvops.optim.engine import Occasion
 from curvops.optim.operators import TwoSided, on_all, undamped
 from curvops.optim.passes import Counts, loss_scale
 from curvops.optim.projected import Frame, Projected
@@ -89,7 +89,7 @@ class InverseFree:
         return Factors(made[0], made[1], steps=block.group["T"])
 
     # ---- the update ----------------------------------------------------------------------------
-    def update(self, statistic: Projected, counts: Counts, moment: Moment) -> dict[str, Tensor]:
+    def update(self, statistic: Projected, counts: Counts, occasion: Occasion) -> dict[str, Tensor]:
         """Prepare new factors of the blocks that were observed."""
         numbers: dict[str, Tensor] = {}
         seen: dict[Block, tuple[Pulled, Pulled, float]] = {}
@@ -100,8 +100,8 @@ class InverseFree:
                 numbers[f"the statistics of {block.label!r}"] = H[0].mean_trace().sum() * H[1].mean_trace().sum()
                 seen[block] = (*H, moments.rows)
         for blocks in alike(seen, self._bucket):
-            scale = loss_scale(blocks[0].group["loss_average"], counts, moment.scale)
-            self._update([(b, *seen[b]) for b in blocks], scale, moment.step)
+            scale = loss_scale(blocks[0].group["loss_average"], counts, occasion.scale)
+            self._update([(b, *seen[b]) for b in blocks], scale, occasion.step)
         return numbers
 
     def _update(self, seen: list[tuple[Block, Pulled, Pulled, float]], scale: Tensor | float, step: int) -> None:

@@ -21,7 +21,7 @@ from curvops.kfac.statistics import Factors, Sums
 from curvops.optim.averages import Averages
 from curvops.optim.blocks import Block, Blocks, gathered
 from curvops.optim.decompositions import ComputeMethod, Solution, eigenvectors, inverses, products, seen_from, solved
-from curvops.optim.engine import Group, Moment
+from curvops.optim.engine import Group, Occasion
 from curvops.optim.hyperparameters import Hyperparameters
 from curvops.optim.kfac_options import Options
 from curvops.optim.operators import Damped, on_all
@@ -89,10 +89,10 @@ class KroneckerFactored:
                     self.averages.start(block, *found)
 
     # ---- the update ----------------------------------------------------------------------------
-    def update(self, statistic: Any, counts: Counts, moment: Moment) -> dict[str, Tensor]:
+    def update(self, statistic: Any, counts: Counts, occasion: Occasion) -> dict[str, Tensor]:
         """Prepare new averages."""
-        scale = loss_scale(self._options.loss_average, counts, moment.scale)
-        decay = self._hyper.at("factor_decay", moment.step)
+        scale = loss_scale(self._options.loss_average, counts, occasion.scale)
+        decay = self._hyper.at("factor_decay", occasion.step)
         numbers, keys = {}, {}
         for key, sums in _factors(statistic).sums.items():
             block = self._blocks.add(sums.placement)
@@ -101,7 +101,7 @@ class KroneckerFactored:
                 keys[block] = key
         if self._corrected:
             self._prepare_squares(statistic.statistics[1].kept, keys, scale, decay)
-        self._fresh = moment.owed
+        self._fresh = occasion.owed
         return numbers
 
     def _prepare_squares(self, kept: Kept, keys: dict[Block, Hashable], scale: Any, decay: float) -> None:
