@@ -16,6 +16,13 @@ from curvops.structured.diagonal_plus_low_rank import DiagonalPlusLowRank as Dia
 from curvops.structured.direct_sum import DirectSum as DirectSum
 from curvops.structured.direct_sum import Part as Part
 from curvops.structured.eigen import Eigen as Eigen
+from curvops.structured.hierarchical import Hierarchical15_15Matrix as Hierarchical15_15Matrix
+from curvops.structured.hierarchical import HierarchicalMatrixTemplate as HierarchicalMatrixTemplate
+from curvops.structured.hierarchical import RankKMatrixTemplate as RankKMatrixTemplate
+from curvops.structured.hierarchical import TrilBottomRightDiagonalMatrix as TrilBottomRightDiagonalMatrix
+from curvops.structured.hierarchical import TrilTopLeftDiagonalMatrix as TrilTopLeftDiagonalMatrix
+from curvops.structured.hierarchical import TriuBottomRightDiagonalMatrix as TriuBottomRightDiagonalMatrix
+from curvops.structured.hierarchical import TriuTopLeftDiagonalMatrix as TriuTopLeftDiagonalMatrix
 from curvops.structured.kronecker import Kronecker as Kronecker
 from curvops.structured.low_rank import LowRank as LowRank
 from curvops.structured.matrix import StructuredMatrix as StructuredMatrix
@@ -30,15 +37,8 @@ from curvops.structured.stable import DenseStableMatrix as DenseStableMatrix
 from curvops.structured.toeplitz import TrilToeplitzMatrix as TrilToeplitzMatrix
 from curvops.structured.toeplitz import TriuToeplitzMatrix as TriuToeplitzMatrix
 from curvops.structured.triangular import BlockTriangularMatrix as BlockTriangularMatrix
-from curvops.structured.triangular import Hierarchical15_15Matrix as Hierarchical15_15Matrix
-from curvops.structured.triangular import HierarchicalMatrixTemplate as HierarchicalMatrixTemplate
-from curvops.structured.triangular import RankKMatrixTemplate as RankKMatrixTemplate
 from curvops.structured.triangular import RecursiveBottomLeftMatrixTemplate as RecursiveBottomLeftMatrixTemplate
 from curvops.structured.triangular import RecursiveTopRightMatrixTemplate as RecursiveTopRightMatrixTemplate
-from curvops.structured.triangular import TrilBottomRightDiagonalMatrix as TrilBottomRightDiagonalMatrix
-from curvops.structured.triangular import TrilTopLeftDiagonalMatrix as TrilTopLeftDiagonalMatrix
-from curvops.structured.triangular import TriuBottomRightDiagonalMatrix as TriuBottomRightDiagonalMatrix
-from curvops.structured.triangular import TriuTopLeftDiagonalMatrix as TriuTopLeftDiagonalMatrix
 
 
 def from_state_dict(state: Mapping[str, Any]) -> LinearOperator:

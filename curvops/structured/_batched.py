@@ -99,4 +99,7 @@ def norms(t: Tensor, axes: int, order: float = 2.0) -> Tensor:
         return t.abs().to(dtype)
     if t.numel() == 0:  # torch has no largest entry of nothing
         return t.new_zeros(t.shape[:axes], dtype=dtype)
-    return torch.linalg.vector_norm(t, order, dim=tuple(range(axes, t.ndim)), dtype=dtype)
+    behind = tuple(range(axes, t.ndim))
+    if order == torch.inf:  # as a norm it takes twenty times longer
+        return t.abs().amax(behind).to(dtype)
+    return torch.linalg.vector_norm(t, order, dim=behind, dtype=dtype)

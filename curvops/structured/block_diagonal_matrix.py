@@ -92,8 +92,8 @@ class BlockDiagonalMatrixTemplate(StructuredMatrix):
 
     def congruence(self, U: Tensor) -> BlockDiagonalMatrixTemplate:
         """Return ``Π(M' U M)`` for symmetric ``U [*batch, dim, dim]``."""
-        M, U = self._wide(), self._checked_gram(U)
-        blocks, last = M._cut_matrix(U.to(M.torch_dtype))
+        M = self._wide()
+        blocks, last = (S.to(M.torch_dtype) for S in self._cut_matrix(self._checked_gram(U)))
         return M._blocks(sandwiched, (M.blocks, M.last), (blocks, last))._retyped(self.torch_dtype)
 
     def _shifted(self, c: float | Tensor) -> BlockDiagonalMatrixTemplate:

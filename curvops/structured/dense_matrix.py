@@ -48,6 +48,15 @@ class DenseMatrix(StructuredMatrix):
     def _gram_through(self, X: Tensor) -> DenseMatrix:
         return self._like(M=through(self.M, X))
 
+    def _congruent(self, S: DenseMatrix) -> DenseMatrix:
+        """Return ``M' S M`` for symmetric ``S``."""
+        return self._like(M=sandwiched(self.M, S.M))
+
+    def _symmetric(self, P: Tensor, Q: Tensor) -> DenseMatrix:
+        """Return ``P Q' + Q P'``."""
+        T = mm(P, Q.mT)
+        return self._like(M=T + T.mT)
+
     def congruence(self, U: Tensor) -> DenseMatrix:
         """Return ``M' U M`` for symmetric ``U [*batch, dim, dim]``."""
         M = self._wide().M

@@ -51,6 +51,14 @@ class DiagonalMatrix(StructuredMatrix):
     def _gram_through(self, X: Tensor) -> DiagonalMatrix:
         return self._like(d=self.d.square() * square_sums(X))
 
+    def _congruent(self, S: DiagonalMatrix) -> DiagonalMatrix:
+        """Return ``Π(M' S M)``, given ``Π(S)``."""
+        return self._like(d=self.d.square() * S.d)
+
+    def _symmetric(self, P: Tensor, Q: Tensor) -> DiagonalMatrix:
+        """Return ``Π(P Q' + Q P')``."""
+        return self._like(d=(P * Q).sum(-1).mul_(2))
+
     def congruence(self, U: Tensor) -> DiagonalMatrix:
         """Return ``diag(M' X X' M)`` for the diagonal ``U [*batch, dim]`` of ``X X'``."""
         U = wide(self._checked_columns(U.unsqueeze(-1)).squeeze(-1))

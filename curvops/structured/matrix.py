@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from functools import reduce
 from math import prod
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,8 +37,9 @@ class StructuredMatrix(StoredMatrix):
     ``_self_gram`` and ``_gram_through`` is asked in float32 or better.
     """
 
-    #: What :meth:`congruence` takes in place of ``X X'``: the ``"gram"``, its diagonal (``"squares"``), nothing (``"rows"``).
-    MOMENT: ClassVar[str] = "rows"
+    #: What :meth:`congruence` takes in place of ``X X'``: the ``"gram"``, its diagonal (``"squares"``); or ``"rows"``, where
+    #: ``X`` itself is cheaper, or needed.
+    MOMENT: str = "rows"
 
     # What a subclass says
 

@@ -9,10 +9,7 @@ from typing import Any
 from curvops.structured.block_diagonal_matrix import Block30DiagonalMatrix, BlockDiagonalMatrixTemplate
 from curvops.structured.dense_matrix import DenseMatrix
 from curvops.structured.diagonal_matrix import DiagonalMatrix
-from curvops.structured.matrix import StructuredMatrix
-from curvops.structured.stable import DenseStableMatrix
-from curvops.structured.toeplitz import TrilToeplitzMatrix, TriuToeplitzMatrix
-from curvops.structured.triangular import (
+from curvops.structured.hierarchical import (
     Hierarchical15_15Matrix,
     HierarchicalMatrixTemplate,
     RankKMatrixTemplate,
@@ -21,6 +18,9 @@ from curvops.structured.triangular import (
     TriuBottomRightDiagonalMatrix,
     TriuTopLeftDiagonalMatrix,
 )
+from curvops.structured.matrix import StructuredMatrix
+from curvops.structured.stable import DenseStableMatrix
+from curvops.structured.toeplitz import TrilToeplitzMatrix, TriuToeplitzMatrix
 
 
 class Rank1Matrix(RankKMatrixTemplate):

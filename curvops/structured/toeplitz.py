@@ -1,13 +1,11 @@
 """Triangular Toeplitz matrices: products are convolutions, projections of products are correlations.
 
-Both go by FFT: ``Π(M' X X' M)`` for d = 513, n = 2048 takes 46 ms on one thread, where convolutions and a dense product took
-singd 2029; on a CPU, products with many columns go by strips instead, in 14 ms (see ``_strips``). Nothing is ``d x d``.
+Both go by FFT: ``Π(M' X X' M)`` for d = 513, n = 2048 takes 7 ms on one thread, where convolutions and a dense product took
+singd 2029 (see ``_convolutions``). Given ``X X'``, it takes the time of a look at it (see ``_strips``). Nothing is ``d x d``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import reduce
 from typing import ClassVar
 
 import torch
@@ -15,9 +13,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from curvops._scalars import wide
-from curvops.structured import _strips
 from curvops.structured._batched import own
+from curvops.structured._convolutions import convolved, correlated, diagonal_sums, diagonal_sums_filtered, filtered
+from curvops.structured._strips import column_sums_of_skewed, diagonal_sums_through
 from curvops.structured.matrix import StructuredMatrix
+
+#: Larger matrices want rows, not their gram: FFTs are faster than the product, and nothing is ``d x d``.
+MAX_GRAM = 2048
 
 
 class _ToeplitzMatrix(StructuredMatrix):
@@ -25,6 +27,11 @@ class _ToeplitzMatrix(StructuredMatrix):
 
     MOMENT = "gram"
     LOWER: ClassVar[bool]
+
+    def _lay_out(self, dim: int, batch: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        super()._lay_out(dim, batch, dtype, device)
+        if dim > MAX_GRAM:
+            self.MOMENT = "rows"
 
     @property
     def _t(self) -> Tensor:
@@ -46,32 +53,15 @@ class _ToeplitzMatrix(StructuredMatrix):
         """Return the lengths ``dim, dim - 1, ..., 1`` of the diagonals."""
         return torch.arange(self.dim, 0, -1, dtype=wide(self._t).dtype, device=self.device)
 
-    def _convolve(self, X: Tensor) -> Tensor:
-        """Return ``T X`` for the lower triangular ``T``."""
-        if _strips.worth(X):
-            return _strips.convolve(wide(self._t), wide(X)).to(X.dtype)
-        return self._transformed(lambda f: f, X)
+    # Lower triangles convolve columns, and their transposes correlate; upper triangles do it the other way around.
+    def _times(self, X: Tensor) -> Tensor:
+        return filtered(X, self._t, correlate=not self.LOWER)
 
-    def _correlate(self, X: Tensor) -> Tensor:
-        """Return ``T' X``."""
-        if _strips.worth(X):
-            return _strips.correlate(wide(self._t), wide(X)).to(X.dtype)
-        return self._transformed(torch.conj, X)
-
-    def _transformed(self, turn: Callable[[Tensor], Tensor], X: Tensor) -> Tensor:
-        if X.numel() == 0:  # MKL transforms something only
-            return torch.zeros_like(X)
-        L = _length(self.dim)
-        f = turn(torch.fft.rfft(wide(self._t), L)).unsqueeze(-1)
-        Y = torch.fft.rfft(wide(X), L, dim=-2) * f
-        return own(torch.fft.irfft(Y, L, dim=-2).narrow(-2, 0, self.dim)).to(X.dtype)
+    def _adjoint_times(self, X: Tensor) -> Tensor:
+        return filtered(X, self._t, correlate=self.LOWER)
 
     def _times_matrix(self, other: _ToeplitzMatrix) -> _ToeplitzMatrix:
-        if self._t.numel() == 0:
-            return self
-        L = _length(self.dim)
-        f = torch.fft.rfft(torch.stack([wide(self._t), wide(other._t)]), L)
-        return self._of(own(torch.fft.irfft(f[0] * f[1], L).narrow(-1, 0, self.dim).to(self.torch_dtype)))
+        return self._of(own(convolved(self._t, other._t).to(self.torch_dtype)))
 
     def _averaged(self, sums: Tensor) -> _ToeplitzMatrix:
         """Return ``Π`` of a symmetric matrix, given the sums ``[*batch, dim]`` of its diagonals."""
@@ -80,37 +70,22 @@ class _ToeplitzMatrix(StructuredMatrix):
         return self._of(t)
 
     def _project(self, S: Tensor) -> _ToeplitzMatrix:
-        return self._averaged(_strips.column_sums_of_skewed(S))
+        return self._averaged(column_sums_of_skewed(S))
 
     def _gram(self, X: Tensor) -> _ToeplitzMatrix:
-        if X.numel() == 0:
-            return self._zeros()
-        if _strips.worth(X):
-            return self._averaged(_strips.diagonal_sums(X))
-        L = _length(self.dim)
-        power = torch.view_as_real(torch.fft.rfft(X, L, dim=-2)).square().sum((-1, -2))
-        return self._averaged(torch.fft.irfft(power, L).narrow(-1, 0, self.dim))
+        return self._averaged(diagonal_sums(X))
 
     def _gram_through(self, X: Tensor) -> _ToeplitzMatrix:
-        # Few columns at a time: what goes through caches costs half of what goes through fresh memory.
-        sums = [self._gram(self._adjoint_times(part)) for part in _strips.chunks(X)]
-        return reduce(lambda a, b: a.add(b), sums)
+        return self._averaged(diagonal_sums_filtered(X, self._t, correlate=self.LOWER))
 
     def congruence(self, U: Tensor) -> _ToeplitzMatrix:
-        """Return ``Π(M' U M)`` for symmetric ``U [*batch, dim, dim]``, whose memory is used."""
-        t, U = wide(self._t), wide(self._checked_gram(U))
-        if U.numel() == 0:
-            return self._zeros()
-        sums = _strips.diagonal_sums_through_(t, U, self.LOWER)
+        """Return ``Π(M' U M)`` for symmetric ``U [*batch, dim, dim]``."""
+        sums = diagonal_sums_through(wide(self._t), self._checked_gram(U), self.LOWER)
         return self._averaged(sums)._retyped(self.torch_dtype)
 
     def _self_gram(self) -> _ToeplitzMatrix:
         # The k-th diagonal of M' M sums to the sum over s of (dim - s) t_s t_{s-k}, for either triangle.
-        if self._t.numel() == 0:
-            return self
-        L = _length(self.dim)
-        f = torch.fft.rfft(torch.stack([self._t * self._counts(), self._t]), L)
-        return self._averaged(torch.fft.irfft(f[0] * f[1].conj(), L).narrow(-1, 0, self.dim))
+        return self._averaged(correlated(self._t, self._t * self._counts()))
 
     def _shifted(self, c: float | Tensor) -> _ToeplitzMatrix:
         t = own(self._t)
@@ -151,12 +126,6 @@ class TrilToeplitzMatrix(_ToeplitzMatrix):
     def __init__(self, column: Tensor):
         self._hold_diagonals(column=column)
 
-    def _times(self, X: Tensor) -> Tensor:
-        return self._convolve(X)
-
-    def _adjoint_times(self, X: Tensor) -> Tensor:
-        return self._correlate(X)
-
     def to_dense_blocks(self) -> Tensor:
         return self._lower().contiguous()
 
@@ -175,17 +144,5 @@ class TriuToeplitzMatrix(_ToeplitzMatrix):
     def __init__(self, row: Tensor):
         self._hold_diagonals(row=row)
 
-    def _times(self, X: Tensor) -> Tensor:
-        return self._correlate(X)
-
-    def _adjoint_times(self, X: Tensor) -> Tensor:
-        return self._convolve(X)
-
     def to_dense_blocks(self) -> Tensor:
         return self._lower().mT.contiguous()
-
-
-def _length(dim: int) -> int:
-    """Return a length of FFTs that is fast, and at least ``2 dim - 1``, so that nothing wraps around."""
-    least = max(2 * dim - 1, 1)
-    return min(m << max(-(-least // m) - 1, 0).bit_length() for m in (1, 3, 5, 9, 15))
